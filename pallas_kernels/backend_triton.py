@@ -1,0 +1,120 @@
+"""The only file that knows how Pallas's Triton backend spells things.
+
+Every kernel of this backend goes through these few functions, so that a precision is always named, a tile that sticks out of its
+array is always masked (the backend checks no bounds), and interpret mode runs the same kernel body on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltr
+
+PRECISIONS = ("fp32", "tf32", "16bit")
+
+# The tensor cores' 16-bit products contract 16 values at a time; the backend is silently wrong below that.
+MIN_CONTRACTION = 16
+
+_PRESETS = {
+    ("fp32", "float32"): lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    ("tf32", "float32"): lax.DotAlgorithmPreset.TF32_TF32_F32,
+    ("ieee", "float32"): lax.DotAlgorithmPreset.F32_F32_F32,
+    ("16bit", "bfloat16"): lax.DotAlgorithmPreset.BF16_BF16_F32,
+    ("16bit", "float16"): lax.DotAlgorithmPreset.F16_F16_F32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """Matrix products of one named precision, with float32 accumulation.
+
+    Attributes:
+      precision: "fp32" (three TF32 passes, float32-accurate), "tf32" (one pass), "ieee" (CUDA cores) or "16bit".
+      interpret: whether the kernel runs in interpret mode, where every product is a float32 product of the rounded operands.
+    """
+
+    precision: str
+    interpret: bool
+
+    def __call__(self, a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+        """`a` times `b` in float32, contracting axis contract[0] of `a` with contract[1] of `b`."""
+        size = a.shape[contract[0]]
+        if size < MIN_CONTRACTION:
+            raise ValueError(f"dot: the contraction must be at least {MIN_CONTRACTION} long, got {size}")
+        key = (self.precision, str(a.dtype))
+        if key not in _PRESETS or a.dtype != b.dtype:
+            raise ValueError(f"dot: precision {self.precision!r} does not take operands {a.dtype} and {b.dtype}")
+        preset: Any = _PRESETS[key]
+        if self.interpret:
+            a, b, preset = a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST
+        dims = (((contract[0],), (contract[1],)), ((), ()))
+        return lax.dot_general(a, b, dims, precision=preset, preferred_element_type=jnp.float32)
+
+
+def ceil_pow2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def load_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None]) -> jax.Array:
+    """Loads a 2D tile, with zeros outside the array.
+
+    Args:
+      ref: a 2D ref.
+      rows: (first row, number of rows, rows of the array, or None where the tile cannot stick out).
+      cols: the same for columns.
+    """
+    mask = _mask(rows, cols)
+    view = ref.at[pl.ds(rows[0], rows[1]), pl.ds(cols[0], cols[1])]
+    return pltr.load(view) if mask is None else pltr.load(view, mask=mask, other=0.0)
+
+
+def store_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None], value: jax.Array) -> None:
+    """Stores a 2D tile, leaving out what lies outside the array. Arguments as in `load_tile`."""
+    pltr.store(ref.at[pl.ds(rows[0], rows[1]), pl.ds(cols[0], cols[1])], value.astype(ref.dtype), mask=_mask(rows, cols))
+
+
+def _mask(rows, cols):
+    mask = None
+    if rows[2] is not None:
+        mask = jnp.broadcast_to((rows[0] + jnp.arange(rows[1]) < rows[2])[:, None], (rows[1], cols[1]))
+    if cols[2] is not None:
+        inside = jnp.broadcast_to((cols[0] + jnp.arange(cols[1]) < cols[2])[None, :], (rows[1], cols[1]))
+        mask = inside if mask is None else mask & inside
+    return mask
+
+
+def launch(
+    body: Callable[..., None],
+    name: str,
+    grid: tuple[int, ...],
+    inputs: Sequence[tuple[jax.Array, pl.BlockSpec]],
+    outputs: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+    *,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    **static: Any,
+) -> list[jax.Array]:
+    """Launches `body(*input refs, *output refs, interpret=, **static)` over `grid` (first axis fastest).
+
+    The kernel's name in profiles and in the jaxpr is `name`. Every element of every output must be written by the body.
+    """
+    kernel = functools.partial(body, interpret=interpret, **static)
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=[spec for _, spec in inputs],
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[shape for shape, _ in outputs],
+        compiler_params=pltr.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )(*[array for array, _ in inputs])

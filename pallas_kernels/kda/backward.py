@@ -1,0 +1,280 @@
+"""Backward kernels of KDA and of the general rule, with the names of `forward`.
+
+Given do and dS1, the gradient of the state leaving a chunk:
+
+    dU  = P^T do + Ktil dS1                  dR = M^T dU     (R = y - Ehat S0)
+    dS0 = diag(exp(G_C)) dS1 + Qhat^T do - W^T dU
+    dP  = tril(do U^T)                       dA = -stril(dR U^T)
+    dy  = dR
+    dq_i = scale exp(G_i) (S0 do_i) + scale sum_{j<=i} dP_ij k_j exp(G_i - G_j)
+    de_i = -exp(G_i) (S0 dR_i) + sum_{j<i} dA_ij k_j exp(G_i - G_j)
+    dk_j = exp(G_C - G_j) (dS1 U_j) + sum_{i>j} dA_ij e_i exp(G_i - G_j) + scale sum_{i>=j} dP_ij q_i exp(G_i - G_j) + erase_j de_j
+    dG_i = q_i dq_i + e_i de_i - k_i dk_i    without the terms i == j and before de is folded into dk
+    dg   = reverse cumulative sum of dG, plus exp(G_C) rowsum(S0 * dS1) + sum_j Ktil_j (dS1 U_j) at the last row
+
+`kda_state_bwd` walks over the chunks backwards with dS^T in registers and leaves dS1 and dU of every chunk. `kda_grads` forms all
+gradients of a chunk, all chunks in parallel. dg is a difference of large sums: both sides use the same rounded operands, so that
+what cancels in exact arithmetic cancels here too.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend_triton as bt
+from pallas_kernels.backend_triton import Dot
+from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY, block_sums, iotas, slow_rows, take_row
+from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_factors
+from pallas_kernels.kda.sizes import Sizes, operand_dtype
+
+
+def kda_state_bwd(
+    do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, *refs,
+    sizes: Sizes, v_tile: int, precision: str, has_final: bool, has_initial: bool, interpret: bool,
+):  # fmt: skip
+    """Walks backwards with a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, B * HV).
+
+    refs: dfinal_state if has_final, then dS, dU, and dinitial_state if has_initial.
+    """
+    refs = list(refs)
+    dfinal_ref = refs.pop(0) if has_final else None
+    ds_ref, du_ref = refs[:2]
+    op = ds_ref.dtype
+    dot = Dot(precision, interpret)
+    first = pl.program_id(0) * v_tile
+    k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
+    full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
+
+    def step(s, dS):
+        n = sizes.nt - 1 - s
+        dSo = dS.astype(op)
+        ds_ref[n, tile, full_k] = dSo
+        do = bt.load_tile(do_ref, sizes.rows(n * sizes.C, sizes.C), vc).astype(op).T
+        dU = dot(do, p_ref[n, full_c, full_c]) + dot(dSo, ktil_ref[n, full_c, full_k], (1, 1))
+        dUo = dU.astype(op)
+        du_ref[n, full_c, tile] = dUo.T
+        decayed = dS * decay_ref[n, 0, full_k][None, :]
+        return decayed + dot(do, qhat_ref[n, full_c, full_k]) - dot(dUo, w_ref[n, full_c, full_k])
+
+    if dfinal_ref is None:
+        dS = jnp.zeros((v_tile, sizes.bk), jnp.float32)
+    else:
+        dS = bt.load_tile(dfinal_ref, k_rows, vc).astype(jnp.float32).T
+    dS = lax.fori_loop(0, sizes.nt, step, dS)
+    if has_initial:
+        bt.store_tile(refs[2], k_rows, vc, dS.T)
+
+
+def kda_grads(
+    q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref,
+    dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
+    sizes: Sizes, scale: float, precision: str, always_exact: bool, interpret: bool,
+):  # fmt: skip
+    """All gradients of one chunk of one value head. Grid (NT, B * HV)."""
+    op = operand_dtype(q_ref.dtype, precision)
+    dot, dot32 = Dot(precision, interpret), Dot("fp32", interpret)
+    dot_diagonal, diagonal = (Dot("tf32", interpret), jnp.float32) if op == jnp.float16 else (dot, op)
+    row, col = iotas()
+    start = pl.program_id(0) * sizes.C
+    kc, nb = sizes.k_cols(), sizes.blocks
+    slab = min(sizes.bv, V_SLAB)
+    slabs = range(0, sizes.bv, slab)
+    full_k = (0, sizes.bk, None)
+
+    def rows(r):
+        return sizes.rows(start + r * BLOCK)
+
+    def local(r):
+        return (r * BLOCK, BLOCK, None)
+
+    # The value side: dR, dv, dwrite, and the 16 x 16 blocks of dP and dA.
+    dP = {(a, b): jnp.zeros((BLOCK, BLOCK), jnp.float32) for a in range(nb) for b in range(a + 1)}
+    dA = dict(dP)
+    dbeta = [jnp.zeros((BLOCK, 1), jnp.float32) for _ in range(nb)]
+    dR: dict = {}
+    for first in slabs:
+        vs = (first, slab, None)
+        dU = [bt.load_tile(du_ref, local(a), vs) for a in range(nb)]
+        U = [bt.load_tile(u_ref, local(b), vs) for b in range(nb)]
+        for b in range(nb):
+            part = sum(dot(bt.load_tile(m_ref, local(a), local(b)), dU[a], (0, 0)) for a in range(b, nb))
+            vc = sizes.v_cols(first, slab)
+            v = bt.load_tile(v_ref, rows(b), vc).astype(jnp.float32)
+            write = bt.load_tile(write_ref, rows(b), vc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
+            bt.store_tile(dv_ref, rows(b), vc, write * part)
+            if sizes.channelwise:
+                bt.store_tile(dwrite_refs[0], rows(b), vc, v * part)
+            else:
+                dbeta[b] += jnp.sum(v * part, axis=1)[:, None]
+            dR[b, first] = part.astype(op)
+        for a in range(nb):
+            do = bt.load_tile(do_ref, rows(a), sizes.v_cols(first, slab)).astype(op)
+            for b in range(a + 1):
+                dP[a, b] += dot(do, U[b], (1, 1))
+                dA[a, b] -= dot(dR[a, first], U[b], (1, 1))
+
+    # The key side, blocks from last to first: dG is summed in reverse.
+    K_end, block_decay, sums = [], [], []
+    for r in range(nb):
+        g = jnp.maximum(bt.load_tile(g_ref, rows(r), kc).astype(jnp.float32), MIN_LOG_DECAY)
+        prefix, suffix, total = block_sums(g, dot32)
+        k = bt.load_tile(k_ref, rows(r), kc).astype(jnp.float32)
+        K_end.append((k * jnp.exp(suffix)).astype(op))
+        block_decay.append(jnp.exp(total))
+        sums.append((prefix, suffix))
+
+    dG_end = jnp.zeros((1, sizes.bk), jnp.float32)  # Reverse sum of dG over everything after the block.
+    for first in slabs:
+        S, dS = (bt.load_tile(x, (first, slab, None), full_k).astype(jnp.float32) for x in (s_ref, ds_ref))
+        dG_end += jnp.sum(S * dS, axis=0)[None, :]
+    dG_end *= bt.load_tile(decay_ref, (0, 1, None), full_k)
+
+    left: list = [None] * nb  # E and Q of the blocks after r, as operands.
+    from_end = []  # U dS1^T
+    for r in range(nb):
+        from_end.append(
+            sum(dot(bt.load_tile(u_ref, local(r), (f, slab, None)), bt.load_tile(ds_ref, (f, slab, None), full_k)) for f in slabs)
+        )
+    later = jnp.ones((1, sizes.bk), jnp.float32)
+    for r in reversed(range(nb)):
+        dG_end += jnp.sum(K_end[r].astype(jnp.float32) * later * from_end[r], axis=0)[None, :]
+        later *= block_decay[r]
+
+    for r in reversed(range(nb)):
+        prefix, suffix = sums[r]
+        k = bt.load_tile(k_ref, rows(r), kc).astype(jnp.float32)
+        q = bt.load_tile(q_ref, rows(r), kc).astype(jnp.float32) * scale
+        g = jnp.maximum(bt.load_tile(g_ref, rows(r), kc).astype(jnp.float32), MIN_LOG_DECAY)
+        erase = bt.load_tile(erase_ref, rows(r), kc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
+        e = erase * k
+        decayed = jnp.exp(prefix)
+        E, Q = e * decayed, q * decayed
+        Kd = diagonal_factors(k, prefix, precision)
+        slow, steps = slow_rows(prefix, precision)
+        dP_rr, dA_rr = jnp.where(row > col, dP[r, r], 0.0), jnp.where(row > col, dA[r, r], 0.0)
+        fast = (row > col) & ~slow[:, None]
+        dPd, dAd = (jnp.where(fast, x, 0.0).astype(diagonal) for x in (dP_rr, dA_rr))
+        Ed, Qd, Kdd = E.astype(diagonal), Q.astype(diagonal), Kd.astype(diagonal)
+
+        # Sums over earlier keys, nearest last: every block's decay multiplies what lies before it.
+        acc_q = sum(dot(bt.load_tile(do_ref, rows(r), sizes.v_cols(f, slab)).astype(op), bt.load_tile(s_ref, (f, slab, None), full_k)) for f in slabs)
+        acc_e = -sum(dot(dR[r, f], bt.load_tile(s_ref, (f, slab, None), full_k)) for f in slabs)
+        for b in range(r):
+            acc_q = acc_q * block_decay[b] + dot(dP[r, b].astype(op), K_end[b])
+            acc_e = acc_e * block_decay[b] + dot(dA[r, b].astype(op), K_end[b])
+        # Sums over later queries, nearest last.
+        acc_k = from_end[r]
+        for a in reversed(range(r + 1, nb)):
+            Ea, Qa = left[a]
+            acc_k = acc_k * block_decay[a] + dot(dA[a, r].astype(op), Ea, (0, 0)) + dot(dP[a, r].astype(op), Qa, (0, 0))
+        left[r] = (E.astype(op), Q.astype(op))
+        near_q, near_e = dot_diagonal(dPd, Kdd), dot_diagonal(dAd, Kdd)
+        near_k = dot_diagonal(dAd, Ed, (0, 0)) + dot_diagonal(dPd, Qd, (0, 0))
+
+        f32 = jnp.float32
+        dG = left[r][1].astype(f32) * acc_q + left[r][0].astype(f32) * acc_e - K_end[r].astype(f32) * acc_k
+        dG += Qd.astype(f32) * near_q + Ed.astype(f32) * near_e - Kdd.astype(f32) * near_k
+        dq = decayed * (acc_q + near_q)
+        de = decayed * (acc_e + near_e)
+        dk = jnp.exp(suffix) * acc_k + jnp.exp(jnp.minimum(-prefix, FAST_LIMIT[precision])) * near_k
+
+        def step(s, carry, *, k=k, q=q, e=e, g=g, slow=slow, dP_rr=dP_rr, dA_rr=dA_rr):
+            span, dq, de, dk, dG = carry
+            j = BLOCK - 1 - s
+            onehot, below = row == j, (row > j) & slow[:, None]
+            weight = jnp.where(below, jnp.exp(span), 0.0)
+            p = jnp.sum(jnp.where(col == j, dP_rr, 0.0), axis=1)[:, None] * weight
+            a = jnp.sum(jnp.where(col == j, dA_rr, 0.0), axis=1)[:, None] * weight
+            kj = take_row(k, onehot)
+            term = a * e + p * q
+            dkj = jnp.sum(term, axis=0)[None, :]
+            dG = dG + term * kj - jnp.where(onehot, kj * dkj, 0.0)
+            span = jnp.where(row >= j, span + take_row(g, onehot), span)
+            return span, dq + p * kj, de + a * kj, dk + jnp.where(onehot, dkj, 0.0), dG
+
+        init = (jnp.zeros_like(g), dq, de, dk, dG)
+        _, dq, de, dk, dG = lax.fori_loop(0, BLOCK if always_exact else steps, step, init)
+
+        # The terms i == j, whose decay is 1, have no part in dG.
+        on_diagonal = jnp.sum(jnp.where(row == col, dP[r, r], 0.0), axis=1)[:, None]
+        bt.store_tile(dq_ref, rows(r), kc, scale * (dq + on_diagonal * k))
+        bt.store_tile(dk_ref, rows(r), kc, dk + on_diagonal * q + erase * de)
+        bt.store_tile(dg_ref, rows(r), kc, dot32((row <= col).astype(f32), dG) + dG_end)
+        dG_end += jnp.sum(dG, axis=0)[None, :]
+        if sizes.channelwise:
+            bt.store_tile(derase_ref, rows(r), kc, k * de)
+        else:
+            bt.store_tile(derase_ref, rows(r), (0, 1, None), dbeta[r] + jnp.sum(k * de, axis=1)[:, None])
+
+
+def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret):
+    """Runs `kda_state_bwd`; returns dS [B * HV, NT, bv, bk], dU [B * HV, NT, C, bv] and dinitial_state or None."""
+    sizes = Sizes.of(q, v, erase, config)
+    op = operand_dtype(q.dtype, precision)
+    v_tile = min(config.v_tile, sizes.bv)
+    inputs = [(do, sizes.head(do))] + [
+        (x, sizes.chunks(*x.shape[2:])[1])
+        for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay)
+    ]
+    if dfinal_state is not None:
+        inputs.append((dfinal_state, sizes.state()))
+    outputs = []
+    for tile in ((sizes.bv, sizes.bk), (sizes.C, sizes.bv)):
+        shape, spec = sizes.chunks(*tile)
+        outputs.append((jax.ShapeDtypeStruct(shape, op), spec))
+    if has_initial:
+        outputs.append((jax.ShapeDtypeStruct((sizes.B, sizes.HV, sizes.K, sizes.V), jnp.float32), sizes.state()))
+    dS, dU, *dinitial = bt.launch(
+        kda_state_bwd,
+        "kda_state_bwd",
+        (sizes.bv // v_tile, sizes.B * sizes.HV),
+        inputs,
+        outputs,
+        num_warps=config.state_bwd_warps,
+        num_stages=config.state_bwd_stages,
+        interpret=interpret,
+        sizes=sizes,
+        v_tile=v_tile,
+        precision=precision,
+        has_final=dfinal_state is not None,
+        has_initial=has_initial,
+    )
+    return dS, dU, dinitial[0] if has_initial else None
+
+
+def gradients(
+    prepared: Prepared, states: States, dS, dU, q, k, v, g, erase, write, do, *, scale, precision, config: KdaConfig, interpret
+):
+    """Runs `kda_grads`; returns dq, dk, dv, dg, derase and dwrite (None for KDA)."""
+    sizes = Sizes.of(q, v, erase, config)
+    grouped = sizes.HV != sizes.H
+    inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, erase if write is None else write, do)]
+    inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
+    per_head = (sizes.B, sizes.T, sizes.HV, sizes.K)
+    # With grouped value heads every head writes its own float32 share, summed below in a fixed order.
+    shapes = [jax.ShapeDtypeStruct(per_head, jnp.float32 if grouped else x.dtype) for x in (q, k)]
+    shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, g, erase)]
+    if write is not None:
+        shapes.append(jax.ShapeDtypeStruct(write.shape, write.dtype))
+    dq, dk, dv, dg, derase, *dwrite = bt.launch(
+        kda_grads,
+        "kda_grads",
+        (sizes.nt, sizes.B * sizes.HV),
+        inputs,
+        [(x, sizes.head(x)) for x in shapes],
+        num_warps=config.grads_warps,
+        num_stages=1,
+        interpret=interpret,
+        sizes=sizes,
+        scale=scale,
+        precision=precision,
+        always_exact=config.always_exact,
+    )
+    if grouped:
+        split = (sizes.B, sizes.T, sizes.H, sizes.HV // sizes.H, sizes.K)
+        dq, dk = (x.reshape(split).sum(axis=3).astype(like.dtype) for x, like in ((dq, q), (dk, k)))
+    return dq, dk, dv, dg, derase, dwrite[0] if dwrite else None

@@ -1,0 +1,91 @@
+"""Configurations of the KDA kernels: what can be chosen, and what is chosen on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+
+from pallas_kernels.backend_triton import PRECISIONS, ceil_pow2
+
+BLOCK = 16  # Rows of a diagonal block: the smallest tile of the tensor cores, and the reach of one anchor of the decay.
+MAX_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class KdaConfig:
+    """How the four kernels are cut and launched.
+
+    Attributes:
+      chunk_size: tokens a chunk, C: 16, 32 or 64.
+      v_tile: columns of the value dimension that one program of the serial kernels holds.
+      prepare_warps: warps a program of the kernel that prepares chunks.
+      state_warps, state_stages: warps and pipeline stages of the serial forward kernel.
+      state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
+      grads_warps: warps of the kernel that forms the gradients.
+      always_exact: run the exact path of the diagonal blocks even where no row needs it. It changes no bit: for tests.
+    """
+
+    chunk_size: int = 64
+    v_tile: int = 64
+    prepare_warps: int = 4
+    state_warps: int = 4
+    state_stages: int = 2
+    state_bwd_warps: int = 4
+    state_bwd_stages: int = 2
+    grads_warps: int = 8
+    always_exact: bool = False
+
+    def __post_init__(self):
+        if self.chunk_size not in (16, 32, 64):
+            raise ValueError(f"chunk_size must be 16, 32 or 64, got {self.chunk_size}")
+        if self.v_tile not in (16, 32, 64, 128):
+            raise ValueError(f"v_tile must be 16, 32, 64 or 128, got {self.v_tile}")
+        for name in ("prepare_warps", "state_warps", "state_bwd_warps", "grads_warps"):
+            if getattr(self, name) not in (1, 2, 4, 8):
+                raise ValueError(f"{name} must be 1, 2, 4 or 8, got {getattr(self, name)}")
+        for name in ("state_stages", "state_bwd_stages"):
+            if not 1 <= getattr(self, name) <= 4:
+                raise ValueError(f"{name} must lie between 1 and 4, got {getattr(self, name)}")
+
+
+@functools.cache
+def _table() -> list[dict]:
+    return json.loads(importlib.resources.files("pallas_kernels.kda").joinpath("configs.json").read_text())
+
+
+def choose_config(
+    device_kind: str, *, K: int, V: int, T: int, batch_heads: int, precision: str, chunk_size: int | None = None
+) -> KdaConfig:
+    """The configuration for a call, read from configs.json without timing anything.
+
+    Args:
+      device_kind: `jax.Device.device_kind`, such as "NVIDIA H200"; any other string gets the general rows.
+      K, V, T: key dim, value dim, tokens.
+      batch_heads: B * HV.
+      precision: "fp32", "tf32" or "16bit".
+      chunk_size: the chunk size the caller insists on, or None.
+
+    Raises:
+      ValueError: for sizes or a precision outside of what the kernels serve.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if not (1 <= K <= MAX_DIM and 1 <= V <= MAX_DIM):
+        raise ValueError(f"K and V must lie between 1 and {MAX_DIM}, got {K} and {V}")
+    for row in _table():
+        match = row["match"]
+        if (
+            match.get("device", device_kind) == device_kind
+            and precision in match.get("precision", PRECISIONS)
+            and max(K, V) <= match.get("max_dim", MAX_DIM)
+            and batch_heads <= match.get("max_batch_heads", batch_heads)
+        ):
+            config = KdaConfig(**row["config"])
+            break
+    else:
+        raise NotImplementedError(f"no configuration for K={K}, V={V}, precision={precision!r} on {device_kind!r}")
+    v_tile = min(config.v_tile, max(BLOCK, ceil_pow2(V)))
+    config = dataclasses.replace(config, v_tile=v_tile)
+    return config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
