@@ -1,0 +1,6 @@
+"""`python -m bench` lists the commands."""
+
+print(
+    "python -m bench.kda | bench.quick | bench.run_all --out DIR | bench.verdict DIR | "
+    "bench.gate DIR --baseline FILE | bench.plot DIR | bench.readme"
+)

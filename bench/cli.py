@@ -1,0 +1,189 @@
+"""What every `python -m bench.<operator>` shares: flags, arm and preset names, progress, tables, the JSON file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import app, flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from bench import device, harness, report, results
+from bench.spec import MODES, Arm, Case, UsageError
+
+FLAGS = flags.FLAGS
+WIDTH = 120
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def define(*, impl: str, preset: str, mode: str = "fwd,fwdbwd") -> None:
+    """The flags that all operators have, with the operator's defaults."""
+    flags.DEFINE_list("impl", impl.split(","), "Arms and groups of arms to measure.")
+    flags.DEFINE_list("preset", preset.split(",") if preset else [], "Problem sizes by name; see the module's docstring.")
+    flags.DEFINE_list("mode", mode.split(","), f"What to run: {', '.join(MODES)}.")
+    flags.DEFINE_integer("rounds", None, "Rounds (default 10 on a GPU, 3 without one).", lower_bound=1)
+    flags.DEFINE_string("json", None, "File for the results, raw samples included.")
+    flags.DEFINE_float("budget", None, "Seconds after which what is left becomes NOT MEASURED.", lower_bound=1)
+    flags.DEFINE_float("arm_limit", 120.0, "Seconds an arm may take to compile and first run one mode.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of the inputs and of the order of the rounds.")
+    flags.DEFINE_bool("cold", True, "Time with a flushed L2 (GPU).")
+    flags.DEFINE_bool("warm", True, "Time with a warm L2 (GPU).")
+    flags.DEFINE_string("logs", None, "Folder that keeps the workers' logs.")
+
+
+def guarded(main: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str]], Any]:
+    """Turns UsageError into one line on stderr and exit 2, and Ctrl-C into exit 130."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str]) -> Any:
+        try:
+            return main(argv)
+        except UsageError as error:
+            print(f"{pathlib.Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    return run
+
+
+def no_positional(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise UsageError(f"unexpected argument {argv[1]!r}; flags look like --name=value")
+
+
+def choose(names: Sequence[str], known: Mapping[str, Any], flag: str) -> list[str]:
+    """`names` without repeats, or UsageError for one that is not known."""
+    out: list[str] = []
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{flag}: {name!r} is not known; choose from {', '.join(known)}")
+        if name not in out:
+            out.append(name)
+    return out
+
+
+def pick_arms(names: Sequence[str], known: Mapping[str, Arm], groups: Mapping[str, Sequence[str]]) -> list[Arm]:
+    """Arms by name or group. An arm named twice runs twice (`pallas,pallas#2`), to see what a tie looks like."""
+    out: list[Arm] = []
+    for name in names:
+        if name not in known and name not in groups:
+            raise UsageError(f"--impl: {name!r} is not known; arms: {', '.join(known)}; groups: {', '.join(groups)}")
+        for member in groups.get(name, (name,)):
+            arm = known[member]
+            same = sum(other.name.partition("#")[0] == member for other in out)
+            if same and name in groups:
+                continue  # already there through another group
+            if same:
+                data = arm.to_json() | {"name": f"{member}#{same + 1}"}
+                arm = Arm.from_json(data)
+            out.append(arm)
+    if not out:
+        raise UsageError("--impl: names no arm")
+    return out
+
+
+def modes() -> tuple[str, ...]:
+    return tuple(choose(FLAGS.mode, dict.fromkeys(MODES), "--mode"))
+
+
+class _Bar(harness.Progress):
+    def __init__(self, console: Console):
+        self.bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self.task: Any = None
+
+    def stage(self, text: str, total: int) -> None:
+        if self.task is not None:
+            self.bar.remove_task(self.task)
+        self.title = text
+        self.task = self.bar.add_task(text, total=total or None)
+
+    def step(self, text: str) -> None:
+        if self.task is not None:
+            self.bar.update(self.task, advance=1, description=f"{self.title}  {text}"[:70])
+
+
+def default_cache() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("BENCH_CACHE", ROOT / ".bench_cache"))
+
+
+def measure(jobs: Sequence[tuple[Case, Sequence[Arm]]], command: str) -> int:
+    """Measures every case with its arms, prints a table for each, writes --json after each. Returns the exit status.
+
+    1 when an own arm is WRONG or any arm IMPOSSIBLE; absent peers and unmeasured arms do not fail the command.
+    """
+    console = Console(width=WIDTH, highlight=False)
+    header = device.describe()
+    document: dict[str, Any] = {
+        "schema": results.SCHEMA,
+        "command": shlex.join(["python", "-m", command, *sys.argv[1:]]),
+        "device": header,
+        "rooflines": None,
+        "rows": [],
+    }
+    path = pathlib.Path(FLAGS.json) if FLAGS.json else None
+    options = harness.Options(
+        modes=modes(),
+        rounds=FLAGS.rounds or (10 if header["gpu"] else 3),
+        arm_limit=FLAGS.arm_limit,
+        budget=FLAGS.budget,
+        gpu=header["gpu"],
+        seed=FLAGS.seed,
+        cold=FLAGS.cold,
+        warm=FLAGS.warm,
+        cache=default_cache(),
+        logs=pathlib.Path(FLAGS.logs) if FLAGS.logs else None,
+    )
+    report.print_header(console, document)
+    bar = _Bar(Console(stderr=True, width=WIDTH))
+    interrupted = False
+    with harness.Session(options, bar) as session:
+        for index, (case, arms) in enumerate(jobs):
+            with bar.bar:
+                try:
+                    rows = session.measure(case, arms)
+                except harness.Interrupted as stop:
+                    rows, interrupted = stop.rows, True
+            if index == 0 or document["rooflines"] is None:
+                document["rooflines"] = session.probed
+                report.print_rooflines(console, document)
+            document["rows"] += rows
+            document["device"]["state_after"] = device.state() if header["gpu"] else {}
+            if path:
+                results.save(path, document)
+            report.print_tables(console, rows, header["gpu"])
+            if interrupted:
+                break
+    report.print_footer(console, document)
+    if interrupted:
+        raise KeyboardInterrupt
+    bad = [r for r in document["rows"] if r["status"] == "IMPOSSIBLE" or (r["status"] == "WRONG" and r["ours"])]
+    return 1 if bad else 0
+
+
+def run(main: Callable[[Sequence[str]], Any]) -> None:
+    """`app.run` with bad flags as one line instead of absl's page of usage."""
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        try:
+            return FLAGS(argv)
+        except flags.Error as error:
+            print(f"{pathlib.Path(argv[0]).stem}: {str(error).splitlines()[0]}", file=sys.stderr)
+            sys.exit(2)
+
+    app.run(guarded(main), flags_parser=parse)

@@ -1,0 +1,185 @@
+"""Tables and headers on the terminal, within 120 columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench import results, stats
+from bench.spec import MODE_TITLES
+
+COLORS = {
+    "FASTER": "green",
+    "TIE": "cyan",
+    "SLOWER": "red",
+    "AMBIGUOUS": "yellow",
+    "WRONG": "bold red",
+    "IMPOSSIBLE": "bold magenta",
+    "NOT MEASURED": "dim",
+    "ALONE": "default",
+}
+_DEFINITIONS = """\
+cold, warm: device time of one call, the sum of its kernels' durations, with the L2 flushed by a kernel that writes 4x
+its size, and called back to back; median over rounds [bootstrap 95 % interval]. JAX by CUPTI, torch by its profiler.
+wall: host clock from call to results ready. bwd: the difference between forward + backward and forward, by name only.
+MiB: bytes beyond inputs and outputs (XLA's temporaries, torch's peak). krn: kernels launched; alloc: allocations.
+err: RMS error over RMS of the fp64 oracle; ULP: max|err| / (RMS(ref) eps(dtype)). The worst gradient is named.
+floor: compulsory bytes over the copy bandwidth (or operations over the matmul rate), as measured here just now.
+ratio: time over the fastest correct other arm's, paired by round [95 %]. TIE: interval inside +-3 %."""
+
+
+def print_header(console: Console, document: Mapping[str, Any]) -> None:
+    device = document["device"]
+    console.rule(f"[bold]{document['command']}"[: console.width - 4])
+    console.print(_DEFINITIONS, style="dim", markup=False)
+    if not device["gpu"]:
+        console.print("NO GPU: kernels run in interpret mode, accuracy is real, the times mean nothing.", style="bold")
+    where = f"{device['kind']}, {device['cores']} cores" + (f", driver {device['driver']}" if device["driver"] else "")
+    console.print(f"{where}, {device['date']}, commit {device['commit'] or 'unknown'}", markup=False)
+    console.print(", ".join(f"{k} {v}" for k, v in device["versions"].items()), markup=False)
+    _print_state(console, "before", device.get("state_before") or {})
+
+
+def _print_state(console: Console, when: str, state: Mapping[str, Any]) -> None:
+    if state:
+        console.print(
+            f"{when}: SM {state.get('clocks.sm')} MHz (max {state.get('clocks.max.sm')}), memory "
+            f"{state.get('clocks.mem')} MHz, {state.get('temperature.gpu')} C, {state.get('power.draw')} W, "
+            f"clocks held by: {', '.join(state.get('throttle', [])) or 'nothing'}",
+            markup=False,
+        )
+
+
+def print_rooflines(console: Console, document: Mapping[str, Any]) -> None:
+    probed = document["rooflines"]
+    if not probed:
+        return
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in probed["flops"].items())
+    l2 = f", L2 {probed['l2_bytes'] / 2**20:.0f} MiB" if probed.get("l2_bytes") else ""
+    console.print(f"roofline ({probed['how']}): copy {probed['bandwidth'] / 1e12:.3g} TB/s, {rates}{l2}", markup=False)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits without an exponent where that is short."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "inf" if value > 0 else "nan"
+    if value == 0:
+        return "0"
+    if value >= 10**digits or value < 1e-4:
+        return f"{value:.0f}" if value >= 10**digits else f"{value:.1e}"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
+
+
+def error_cells(row: Mapping[str, Any], outputs: Sequence[str]) -> tuple[str, str, str]:
+    """(error of the output, error of the worst gradient with its name, largest ULP)."""
+    errors = row.get("errors") or {}
+    if not errors:
+        return "-", "-", "-"
+    own = [errors[name]["rms"] for name in errors if name in outputs]
+    grads = {name: e["rms"] for name, e in errors.items() if name not in outputs}
+    worst = max(grads, key=lambda name: grads[name] / errors[name]["bar"]) if grads else ""
+    ulp = max(e["ulp"] for e in errors.values())
+    return (
+        f"{max(own):.1e}" if own else "-",
+        f"{grads[worst]:.1e} {worst}" if worst else "-",
+        number(ulp, 2) if ulp < 1e6 else f"{ulp:.0e}",
+    )
+
+
+def _interval(summary: Mapping[str, float] | None) -> str:
+    if not summary:
+        return "-"
+    return f"{number(summary['median'])} [{number(summary['low'])}, {number(summary['high'])}]"
+
+
+def verdict_text(verdict: str) -> Text:
+    return Text(verdict, style=COLORS.get(verdict, "default"))
+
+
+def outputs_of(row: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors that are outputs: gradients are those with a "d" before another name."""
+    names = list(row.get("errors") or {})
+    return names[:1] if names else []
+
+
+def print_tables(console: Console, rows: Sequence[Mapping[str, Any]], gpu: bool) -> None:
+    """One table an (operator, case, mode)."""
+    forward = {
+        (r["op"], r["case"], r["arm"]): r["times"]
+        for r in rows
+        if r["mode"] == "fwd" and r["status"] in ("OK", "IMPOSSIBLE")
+    }
+    for (op, case, _, mode), members in results.group(rows).items():
+        first = members[0]
+        fits = ", fits in L2" if first.get("fits_l2") else ""
+        title = f"{op} {case}: {first.get('title', '')} · {MODE_TITLES.get(mode, mode)}"
+        size = (first["reads"] + first["writes"]) / 1e6
+        table = Table(
+            title=f"{title} · {size:.0f} MB, floor {number(first['floor_ms'])} ms{fits}",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1),
+            title_justify="left",
+            title_style="bold",
+        )
+        clocks = ["cold ms", "warm ms", "wall ms"] if gpu else ["wall ms"]
+        with_backward = mode == "fwdbwd"
+        for name in ("arm", "err", *(["err grad"] if with_backward else []), "ULP", *clocks):
+            table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+        if with_backward:
+            table.add_column("bwd", justify="right", no_wrap=True)
+        for name in ("MiB", *(["krn", "alloc"] if gpu else []), "%floor", "ratio", "verdict"):
+            table.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
+        notes = []
+        for row in sorted(members, key=_order):
+            table.add_row(*_cells(row, gpu, with_backward, forward.get((op, case, row["arm"]))))
+            for text in filter(None, [row["reason"], row.get("note", "")]):
+                notes.append(f"  {row['arm']}: {text}")
+        console.print(table)
+        for note in notes:
+            console.print(note[: 3 * console.width], markup=False, style="dim")
+
+
+def _order(row: Mapping[str, Any]) -> float:
+    clock = results.primary(row)
+    return row["times"][clock]["median"] if clock else math.inf
+
+
+def _cells(row: Mapping[str, Any], gpu: bool, with_backward: bool, forward: Mapping[str, Any] | None) -> list[Any]:
+    times = row["times"]
+    out, grad, ulp = error_cells(row, outputs_of(row))
+    clock = results.primary(row)
+    backward = "-"
+    if with_backward and forward and clock and forward.get(clock):
+        backward = number(times[clock]["median"] - forward[clock]["median"])
+    cells: list[Any] = [f"{row['arm']} ({row['precision']})", out, *([grad] if with_backward else []), ulp]
+    if gpu:
+        cells.append(_interval(times.get("device_cold")))
+        cells += [number(times[c]["median"]) if times.get(c) else "-" for c in ("device_warm", "wall")]
+    else:
+        cells.append(number(times["wall"]["median"]) if times.get("wall") else "-")
+    if with_backward:
+        cells.append(backward)
+    memory = row.get("memory_bytes")
+    cells.append(number(memory / 2**20) if memory is not None else "-")
+    if gpu:
+        cells += [str(row["launches"]) if row.get("launches") else "-", str(row.get("allocations") or "-")]
+    cells.append(f"{100 * row['floor_share']:.0f}" if row.get("floor_share") else "-")
+    ratio = row.get("ratio")
+    cells.append(f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]" if ratio else "-")
+    cells.append(verdict_text(row["verdict"]))
+    return cells
+
+
+def print_footer(console: Console, document: Mapping[str, Any]) -> None:
+    _print_state(console, "after", document["device"].get("state_after") or {})
+    counted = {v: sum(r["verdict"] == v for r in document["rows"]) for v in (*stats.VERDICTS, "ALONE")}
+    console.print("  ".join(f"{v} {n}" for v, n in counted.items() if n), style="bold")

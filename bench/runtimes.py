@@ -1,0 +1,465 @@
+"""The three ways an arm is run: JAX, PyTorch, plain numpy. One runtime lives in each worker process.
+
+A runtime holds the inputs on its device, turns the arm's forward into the functions that the modes need, and samples
+them. Times are milliseconds, sizes bytes. `sample(what)` means
+  device_cold  the sum of kernel durations of one call, after a kernel that writes 4x the L2 has emptied it
+  device_warm  the same, called back to back
+  wall         host clock from the call to its last result being ready
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from bench import device
+from bench.spec import Arm, Built, Case, Operator, load
+
+FLUSH_NAME = "bench_l2_flush"
+_FLUSH_BLOCK = 16384  # float32 elements one program of the flush writes: 64 KiB
+_DEFAULT_L2 = 64 << 20  # only when the driver does not say
+
+
+class Unsupported(Exception):
+    """The arm says that it cannot do this case; the text goes into its NOT MEASURED row."""
+
+
+def flush_elements(l2_bytes: int | None) -> int:
+    """float32 elements in 4x the L2, a whole number of flush blocks."""
+    wanted = 4 * (l2_bytes or _DEFAULT_L2) // 4
+    return -(-wanted // _FLUSH_BLOCK) * _FLUSH_BLOCK
+
+
+def tally(records: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """[(kernel name, ms)] of one call -> [{"name", "count", "ms"}], in order of first launch."""
+    out: dict[str, dict[str, Any]] = {}
+    for name, ms in records:
+        row = out.setdefault(name, {"name": name, "count": 0, "ms": 0.0})
+        row["count"] += 1
+        row["ms"] += ms
+    return list(out.values())
+
+
+class Runtime:
+    """Common part: builds the arm and keeps mode -> function."""
+
+    def __init__(self, operator: Operator, case: Case, arm: Arm, inputs: Mapping[str, np.ndarray]):
+        self.operator, self.case, self.arm = operator, case, arm
+        self.inputs = {name: self.put(array) for name, array in inputs.items()}
+        target = load(arm.target)
+        with_inputs = "inputs" in inspect.signature(target).parameters
+        extra = {"inputs": self.inputs} if with_inputs else {}
+        built = target(case, dict(arm.options), **extra)
+        self.built: Built = built if isinstance(built, Built) else Built(forward=built)
+        self.functions: dict[str, Any] = {}
+
+    def put(self, array: np.ndarray) -> Any:
+        return np.array(array)
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        return np.asarray(array)
+
+    def function(self, mode: str) -> Callable[..., Any]:
+        if mode in self.built.modes:
+            return self.built.modes[mode]
+        raise Unsupported(f"no {mode} for this arm")
+
+    def prepare(self, mode: str) -> dict[str, Any]:
+        """Compiles, runs once. Returns compile_s, wall_s (one warm call), memory_bytes, allocations, traced."""
+        raise NotImplementedError
+
+    def outputs(self, mode: str) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
+        """{"ms": n times, "kernels": tally of one call}"""
+        raise NotImplementedError
+
+
+class NumpyRuntime(Runtime):
+    """For arms that are plain host code: wall time only."""
+
+    def prepare(self, mode: str) -> dict[str, Any]:
+        function = self.function(mode)
+        start = time.perf_counter()
+        function(self.inputs)
+        return {"compile_s": 0.0, "wall_s": time.perf_counter() - start, "memory_bytes": 0, "allocations": 0}
+
+    def outputs(self, mode: str) -> Mapping[str, Any]:
+        return self.function(mode)(self.inputs)
+
+    def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
+        if what != "wall":
+            raise Unsupported("host code has no device time")
+        function, ms = self.function(mode), []
+        for _ in range(n):
+            start = time.perf_counter()
+            function(self.inputs)
+            ms.append((time.perf_counter() - start) * 1e3)
+        return {"ms": ms, "kernels": []}
+
+
+# ---- JAX -----------------------------------------------------------------------------------------------------------
+
+
+class JaxRuntime(Runtime):
+    """One jitted function a mode, all inputs arguments, every cotangent returned; CUPTI kernel times on a GPU."""
+
+    def __init__(self, operator: Operator, case: Case, arm: Arm, inputs: Mapping[str, np.ndarray]):
+        import jax
+
+        self.jax = jax
+        self.gpu = jax.default_backend() == "gpu"
+        self.compiled: dict[tuple[str, bool], Any] = {}
+        self.traced: dict[str, list[str]] = {}
+        super().__init__(operator, case, arm, inputs)
+
+    def put(self, array: np.ndarray) -> Any:
+        return self.jax.block_until_ready(self.jax.device_put(np.asarray(array)))
+
+    def function(self, mode: str) -> Callable[..., Any]:
+        if mode in self.built.modes:
+            return self.built.modes[mode]
+        forward = self.built.forward
+        if forward is None:
+            raise Unsupported(f"no {mode} for this arm")
+        names, cotangents, vjp = self.operator.differentiable, self.operator.cotangents, self.jax.vjp
+
+        def differentiate(inputs):
+            rest = {k: x for k, x in inputs.items() if k not in names}
+            return vjp(lambda d: forward({**rest, **d}), {n: inputs[n] for n in names})
+
+        def fwd_res(inputs):
+            out, pull = differentiate(inputs)
+            # Residuals that are the inputs themselves cost nothing; returning them would add copies.
+            kept = [x for x in self.jax.tree.leaves(pull) if not any(x is i for i in inputs.values())]
+            return {**out, "residuals": kept}
+
+        def fwdbwd(inputs):
+            out, pull = differentiate(inputs)
+            (grads,) = pull({o: inputs[c] for o, c in cotangents.items()})
+            return {**out, **{f"d{n}": grads[n] for n in names}}
+
+        return {"fwd": forward, "fwd_res": fwd_res, "fwdbwd": fwdbwd}[mode]
+
+    def _compile(self, mode: str, cold: bool) -> Any:
+        if (mode, cold) not in self.compiled:
+            function = self.function(mode)
+            if cold:
+                function = self._after_flush(function)
+            function.__name__ = f"bench_{mode}{'_cold' if cold else ''}"
+            traced = self.jax.jit(function).trace(self.inputs)
+            self.traced[mode] = sorted(set(pallas_names(traced.jaxpr)) - {FLUSH_NAME})
+            self.compiled[mode, cold] = traced.lower().compile()
+        return self.compiled[mode, cold]
+
+    def _after_flush(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` behind a kernel that writes 4x the L2, ordered by an optimization barrier, in one computation."""
+        import jax.numpy as jnp
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton as pltr
+
+        size = flush_elements(device.l2_bytes())
+
+        def body(out_ref):
+            out_ref[...] = jnp.full((_FLUSH_BLOCK,), pl.program_id(0), jnp.float32)
+
+        flush = pl.pallas_call(
+            body,
+            grid=(size // _FLUSH_BLOCK,),
+            out_specs=pl.BlockSpec((_FLUSH_BLOCK,), lambda i: (i,)),
+            out_shape=self.jax.ShapeDtypeStruct((size,), jnp.float32),
+            compiler_params=pltr.CompilerParams(num_warps=8, num_stages=1),
+            name=FLUSH_NAME,
+        )
+
+        def cold(inputs):
+            inputs, written = self.jax.lax.optimization_barrier((inputs, flush()))
+            return function(inputs), written
+
+        return cold
+
+    def prepare(self, mode: str) -> dict[str, Any]:
+        start = time.perf_counter()
+        compiled = self._compile(mode, False)
+        compile_s = time.perf_counter() - start
+        memory, output = _jax_memory(compiled)
+        self._refuse_huge(memory + output)
+        cold_error = ""
+        if self.gpu:
+            try:
+                self._compile(mode, True)
+            except Exception as error:  # the warm time is still worth having; the row says why cold is missing
+                cold_error = one_line(error)
+        out = self.jax.block_until_ready(compiled(self.inputs))
+        residual = 0
+        if mode == "fwd_res":
+            residual = sum(x.nbytes for x in self.jax.tree.leaves(out.get("residuals", [])))
+        arrays = len(self.jax.tree.leaves(out))
+        del out
+        start = time.perf_counter()
+        self.jax.block_until_ready(compiled(self.inputs))
+        return {
+            "compile_s": compile_s,
+            "wall_s": time.perf_counter() - start,
+            "memory_bytes": memory + residual,
+            # XLA takes one block for all temporaries and one for each output.
+            "allocations": arrays + (1 if memory else 0),
+            "traced": self.traced.get(mode, []),
+            "cold_error": cold_error,
+        }
+
+    def _refuse_huge(self, size: int) -> None:
+        limit = float(os.environ.get("BENCH_MEMORY_LIMIT", 100e9))
+        if size > limit:
+            raise Unsupported(f"needs {size / 1e9:.0f} GB beyond its inputs, the limit is {limit / 1e9:.0f} GB")
+
+    def outputs(self, mode: str) -> Mapping[str, Any]:
+        return self._compile(mode, False)(self.inputs)
+
+    def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
+        if what == "wall":
+            compiled, ms = self._compile(mode, False), []
+            for _ in range(n):
+                start = time.perf_counter()
+                self.jax.block_until_ready(compiled(self.inputs))
+                ms.append((time.perf_counter() - start) * 1e3)
+            return {"ms": ms, "kernels": []}
+        if not self.gpu:
+            raise Unsupported("no device timer without a GPU")
+        from jax.experimental.mosaic.gpu import profiler
+
+        compiled = self._compile(mode, what == "device_cold")
+        _, timings = profiler.measure(compiled, aggregate=False, iterations=n)(self.inputs)
+        if not timings:
+            raise Unsupported("CUPTI recorded no kernels")
+        calls: Any = timings if n > 1 else [timings]
+        calls = [[(str(name), float(ms)) for name, ms in call] for call in calls]
+        if what == "device_cold":
+            if not all(any(FLUSH_NAME in name for name, _ in call) for call in calls):
+                raise Unsupported("the L2 flush is not among the kernels")
+            calls = [[(name, ms) for name, ms in call if FLUSH_NAME not in name] for call in calls]
+        return {"ms": [sum(ms for _, ms in call) for call in calls], "kernels": tally(calls[0])}
+
+
+def pallas_names(jaxpr: Any) -> list[str]:
+    """Names of every pallas_call in a (closed) jaxpr, nested ones included, in order."""
+    found: list[str] = []
+
+    def visit(value: Any) -> None:
+        if hasattr(value, "jaxpr") and hasattr(value.jaxpr, "eqns"):  # a ClosedJaxpr
+            value = value.jaxpr
+        if not hasattr(value, "eqns"):
+            return
+        for eqn in value.eqns:
+            if "pallas_call" in eqn.primitive.name:
+                name = eqn.params.get("name")
+                if not name and hasattr(eqn.params.get("jaxpr"), "debug_info"):
+                    name = eqn.params["jaxpr"].debug_info.func_name
+                found.append(str(name or "pallas_call"))
+                continue
+            for parameter in eqn.params.values():
+                for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+                    visit(item)
+
+    visit(jaxpr)
+    return found
+
+
+def _jax_memory(compiled: Any) -> tuple[int, int]:
+    """(temporary bytes, output bytes) that XLA planned; (0, 0) where the backend does not say."""
+    try:
+        stats = compiled.memory_analysis()
+    except NotImplementedError:
+        return 0, 0
+    if stats is None:
+        return 0, 0
+    return int(stats.temp_size_in_bytes), int(stats.output_size_in_bytes)
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------------------------
+
+
+class TorchRuntime(Runtime):
+    """Autograd for the modes; kernel records of torch's profiler on a GPU."""
+
+    def __init__(self, operator: Operator, case: Case, arm: Arm, inputs: Mapping[str, np.ndarray]):
+        import torch
+
+        self.torch = torch
+        self.gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.gpu else "cpu")
+        torch._dynamo.reset()  # nothing that an earlier case compiled may serve this one
+        self.flush_name = ""
+        if self.gpu:
+            torch.cuda.set_device(0)
+            torch.backends.cuda.matmul.allow_tf32 = arm.precision == "tf32"
+            total = torch.cuda.get_device_properties(0).total_memory
+            limit = float(os.environ.get("BENCH_MEMORY_LIMIT", 100e9))
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+            # float64, so that the fill kernel's name differs from anything an arm launches.
+            self.scratch = torch.empty(flush_elements(device.l2_bytes()) // 2, dtype=torch.float64, device="cuda")
+        super().__init__(operator, case, arm, inputs)
+
+    def put(self, array: np.ndarray) -> Any:
+        torch, array = self.torch, np.array(array)
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.uint16)).to(self.device).view(torch.bfloat16)
+        return torch.from_numpy(array).to(self.device)
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        return array.detach().to(self.torch.float64).cpu().numpy()
+
+    def sync(self) -> None:
+        if self.gpu:
+            self.torch.cuda.synchronize()
+
+    def function(self, mode: str) -> Callable[..., Any]:
+        if mode in self.built.modes:
+            return self.built.modes[mode]
+        forward = self.built.forward
+        if forward is None:
+            raise Unsupported(f"no {mode} for this arm")
+        torch, names, cotangents = self.torch, self.operator.differentiable, self.operator.cotangents
+
+        def leaves(inputs):
+            return {k: x.detach().requires_grad_(True) if k in names else x for k, x in inputs.items()}
+
+        def fwd(inputs):
+            with torch.no_grad():
+                return forward(inputs)
+
+        def fwd_res(inputs):
+            return forward(leaves(inputs))
+
+        def fwdbwd(inputs):
+            given = leaves(inputs)
+            out = forward(given)
+            grads = torch.autograd.grad(
+                [out[o] for o in cotangents], [given[n] for n in names], [inputs[c] for c in cotangents.values()]
+            )
+            return {**{o: out[o].detach() for o in cotangents}, **{f"d{n}": x for n, x in zip(names, grads)}}
+
+        return {"fwd": fwd, "fwd_res": fwd_res, "fwdbwd": fwdbwd}[mode]
+
+    def prepare(self, mode: str) -> dict[str, Any]:
+        torch = self.torch
+        counters = torch._dynamo.utils.counters
+        graphs = counters["stats"]["unique_graphs"]
+        function = self.functions[mode] = self.function(mode)
+        start = time.perf_counter()
+        try:
+            function(self.inputs)
+        except torch.cuda.OutOfMemoryError as error:
+            raise Unsupported(f"out of memory (limit 100 GB): {one_line(error)}") from error
+        self.sync()
+        first_s = time.perf_counter() - start
+        start = time.perf_counter()
+        function(self.inputs)
+        self.sync()
+        wall_s = time.perf_counter() - start
+        memory, allocations = 0, 0
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            count = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
+            out = function(self.inputs)
+            self.sync()
+            returned = sum(x.numel() * x.element_size() for x in out.values())
+            memory = torch.cuda.max_memory_allocated() - before - returned
+            allocations = torch.cuda.memory_stats().get("allocation.all.allocated", 0) - count
+            del out
+        return {
+            "compile_s": max(0.0, first_s - wall_s),
+            "wall_s": wall_s,
+            "memory_bytes": memory,
+            "allocations": allocations,
+            "graphs": counters["stats"]["unique_graphs"] - graphs,
+        }
+
+    def outputs(self, mode: str) -> Mapping[str, Any]:
+        return self.functions[mode](self.inputs)
+
+    def _flush(self) -> None:
+        self.scratch.fill_(1.0)
+
+    def _profile(self, body: Callable[[], None]) -> list[tuple[str, int, float]]:
+        """[(kernel name, start ns, ms)] of what `body` launched, in order of start. Copies and fills by DMA left out."""
+        torch = self.torch
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            body()
+            self.sync()
+        cuda = torch.autograd.DeviceType.CUDA
+        records = []
+        for event in profile.profiler.kineto_results.events():
+            name = event.name()
+            if event.device_type() != cuda or name.startswith(("Memcpy", "Memset", "gpu_", "ProfilerStep")):
+                continue
+            records.append((name, event.start_ns(), event.duration_ns() / 1e6))
+        return sorted(records, key=lambda r: r[1])
+
+    def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
+        function = self.functions[mode]
+        if what == "wall":
+            ms = []
+            for _ in range(n):
+                self.sync()
+                start = time.perf_counter()
+                function(self.inputs)
+                self.sync()
+                ms.append((time.perf_counter() - start) * 1e3)
+            return {"ms": ms, "kernels": []}
+        if not self.gpu:
+            raise Unsupported("no device timer without a GPU")
+        cold = what == "device_cold"
+        if cold and not self.flush_name:
+            # The flush is known by the name it has when it runs alone, not by a guess at how torch spells it.
+            names = [name for name, _, _ in self._profile(self._flush)]
+            if len(names) != 1:
+                raise Unsupported(f"the L2 flush launched {len(names)} kernels")
+            self.flush_name = names[0]
+        function(self.inputs)  # warm-up, as the JAX timer does
+
+        def body():
+            for _ in range(n):
+                if cold:
+                    self._flush()
+                function(self.inputs)
+
+        records = self._profile(body)
+        calls: list[list[tuple[str, float]]] = []
+        if cold:
+            for name, _, ms in records:
+                if name == self.flush_name:
+                    calls.append([])
+                elif calls:
+                    calls[-1].append((name, ms))
+            if len(calls) != n:
+                raise Unsupported(f"{len(calls)} L2 flushes among the kernels, expected {n}")
+        elif len(records) % n == 0:
+            each = len(records) // n
+            calls = [[(name, ms) for name, _, ms in records[i * each : (i + 1) * each]] for i in range(n)]
+        else:
+            raise Unsupported(f"{len(records)} kernels do not divide into {n} calls")
+        if not any(calls):
+            raise Unsupported("the profiler recorded no kernels")
+        return {"ms": [sum(ms for _, ms in call) for call in calls], "kernels": tally(calls[0])}
+
+
+RUNTIMES = {"jax": JaxRuntime, "torch": TorchRuntime, "numpy": NumpyRuntime}
+
+
+def one_line(error: BaseException | str, limit: int = 200) -> str:
+    """First meaningful line of an error, short enough for a row."""
+    text = str(error).strip() or type(error).__name__
+    line = next((part.strip() for part in text.splitlines() if part.strip()), text)
+    if isinstance(error, BaseException) and not isinstance(error, (Unsupported, NotImplementedError)):
+        line = f"{type(error).__name__}: {line}"
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
