@@ -1,0 +1,14 @@
+"""Fast, exact Kimi Delta Attention for JAX on NVIDIA GPUs."""
+
+import importlib.metadata
+
+from dormouse_jax.dispatch import interpret_kernels
+from dormouse_jax.explain import explain
+from dormouse_jax.kda import gdn2, kda
+
+try:
+    __version__ = importlib.metadata.version("dormouse_jax")
+except importlib.metadata.PackageNotFoundError:  # run from a source tree
+    __version__ = "0.0.0+source"
+
+__all__ = ["__version__", "explain", "gdn2", "interpret_kernels", "kda"]

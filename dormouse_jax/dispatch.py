@@ -1,0 +1,72 @@
+"""What every operator's dispatch needs: the device a call will run on, interpret mode, and warnings given once."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+_interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)
+_warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def interpret_kernels() -> Iterator[None]:
+    """Runs Pallas kernels in interpret mode: the same kernel code, slow, on any device. For tests.
+
+    Inside it the default implementation is the Pallas one on every device. The environment variable DORMOUSE_INTERPRET=1
+    does the same for a whole process. Both are read when a public function is called, and hold for its backward too; a
+    function that `jax.jit` has traced before keeps what it was traced with.
+    """
+    token = _interpret.set(True)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether a call made now runs its kernels in interpret mode."""
+    return _interpret.get() or os.environ.get("DORMOUSE_INTERPRET", "0") not in ("", "0")
+
+
+class Device(NamedTuple):
+    """The kind of device that a call will run on."""
+
+    platform: str  # "cpu", "gpu", "tpu"
+    kind: str  # as JAX names it: "NVIDIA H200"
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.platform == "gpu" and self.kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
+
+
+def device_of(*arrays: jax.Array) -> Device:
+    """The device that a call with these arrays will run on, tracers included.
+
+    In this order: the mesh in use, the device that an array was put on, `jax.default_device`, the first device of JAX's
+    default backend.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.abstract_device is not None and mesh.abstract_device.platform is not None:
+        return Device(mesh.abstract_device.platform, mesh.abstract_device.device_kind)
+    for x in arrays:
+        if not isinstance(x, jax.core.Tracer) and x.committed:
+            device = next(iter(x.devices()))
+            return Device(device.platform, device.device_kind)
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):
+        default = jax.local_devices(backend=default)[0]
+    return Device(default.platform, default.device_kind)
+
+
+def warn_once(message: str) -> None:
+    """Warns of a slower implementation, once a process for each message."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,122 @@
+"""`explain`: which implementation each operator call inside a function took, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+# The record of every traced operator call by the name of the jitted function that it runs in: a name is all that a jaxpr
+# keeps of it. Names are made from what the record says, so that one name never means two things.
+_records: dict[str, OperatorCall] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorCall:
+    """One operator call inside a function.
+
+    Attributes:
+      operator: "kda" or "gdn2".
+      direction: "forward", "forward with residuals" (the forward of a differentiated call that keeps some) or "backward".
+      implementation: the one that runs.
+      precision: the precision of its products.
+      interpret: whether its kernels run in interpret mode.
+      config: the kernels' configuration, None where there is nothing to configure.
+      passed_over: (implementation, reason) for each better implementation that was not taken.
+      kernels: names of the Pallas kernels that it launches, in order; empty where XLA makes the kernels.
+    """
+
+    operator: str
+    direction: str
+    implementation: str
+    precision: str
+    interpret: bool = False
+    config: Any = None
+    passed_over: tuple[tuple[str, str], ...] = ()
+    kernels: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        mode = ", interpreted" if self.interpret else ""
+        text = f"{self.operator} {self.direction}: {self.implementation} ({self.precision}{mode})"
+        if self.config is not None:
+            text += f"\n  config: {self.config}"
+        text += f"\n  kernels: {', '.join(self.kernels) or 'made by XLA'}"
+        return text + "".join(f"\n  not {name}: {reason}" for name, reason in self.passed_over)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[OperatorCall]:
+    """What every operator call inside `fn(*args, **kwargs)` runs, in program order, backward calls included.
+
+    It reads the jaxpr of `fn` and runs nothing. Of a function that `jax.jit` has traced before, that is the jaxpr it was
+    traced to.
+
+    Args:
+      fn: a function of arrays, jitted or not.
+      *args, **kwargs: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      One `OperatorCall` for every call in the program; a call in a loop counts once. The implementations "recurrent" has
+      no backward of its own: what JAX derives from it appears as further forward calls.
+
+    >>> for call in dormouse_jax.explain(jax.grad(loss), params, batch):
+    ...     print(call)
+    """
+    if hasattr(fn, "trace"):
+        closed = fn.trace(*args, **kwargs).jaxpr
+    else:
+        # Only arrays are traced, so that options such as output_final_state=True stay what they are.
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) for x in leaves]
+
+        def of_arrays(*arrays):
+            rest = iter(arrays)
+            args, kwargs = tree.unflatten(next(rest) if t else x for t, x in zip(traced, leaves, strict=True))
+            return fn(*args, **kwargs)
+
+        closed = jax.make_jaxpr(of_arrays)(*(x for t, x in zip(traced, leaves, strict=True) if t))
+    return list(_operator_calls(closed))
+
+
+def record(call: OperatorCall) -> str:
+    """Files a call under the name that the jitted function it runs in must have for `explain` to find it."""
+    digest = hashlib.sha256(repr(call).encode()).hexdigest()[:8]
+    name = f"dormouse_{call.operator}_{call.direction.replace(' ', '_')}_{call.implementation}_{digest}"
+    _records[name] = call
+    return name
+
+
+def _operator_calls(jaxpr: Any) -> Iterator[OperatorCall]:
+    for eqn in _open(jaxpr).eqns:
+        call = _records.get(str(eqn.params.get("name")))
+        if call is None:
+            for inner in _inner_jaxprs(eqn.params):
+                yield from _operator_calls(inner)
+        else:
+            kernels = tuple(name for inner in _inner_jaxprs(eqn.params) for name in _kernels(inner))
+            yield dataclasses.replace(call, kernels=kernels)
+
+
+def _kernels(jaxpr: Any) -> Iterator[str]:
+    for eqn in _open(jaxpr).eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield str(eqn.params["name"])
+        else:
+            for inner in _inner_jaxprs(eqn.params):
+                yield from _kernels(inner)
+
+
+def _open(jaxpr: Any) -> Any:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs of an equation: of a call, a loop body, the branches of a condition."""
+    for value in params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
+                yield part

@@ -1,0 +1,1 @@
+"""Plain jnp references: the recurrence token by token, and its chunked form."""
