@@ -63,7 +63,7 @@ def choose_config(
     which keeps all of their 11 bits and has the range that states and gradients need.
     """
     if chunk_size is None:
-        chunk_size = 16 if T <= 16 else 32 if T <= 32 else 64
+        chunk_size = next((C for C in (16, 32) if T <= C), 32 if platform == "cpu" else 64)
     chunks = -(-T // chunk_size)
     chunk_bytes = 4 * chunk_size * max(K, V) * max(batch_heads, 1)
     most = max(1, _GROUP_BYTES.get(platform, _GROUP_BYTES["gpu"]) // chunk_bytes)

@@ -46,7 +46,7 @@ def slow_rows(prefix: jax.Array, precision: str) -> tuple[jax.Array, jax.Array]:
     """Rows of the block that need the exact path, [16] bool, and how many steps its loop takes (0 or 16)."""
     depth = jnp.max(-prefix, axis=1)
     slow = depth > FAST_LIMIT[precision]
-    return slow, jnp.where(jnp.max(depth, axis=0) > FAST_LIMIT[precision], BLOCK, 0)
+    return slow, jnp.max(slow.astype(jnp.int32), axis=0) * BLOCK
 
 
 def take_row(x: jax.Array, onehot: jax.Array) -> jax.Array:
