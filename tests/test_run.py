@@ -23,7 +23,7 @@ case "$*" in
     *"-m venv "*) mkdir -p "${{!#}}/bin" && cp "$0" "${{!#}}/bin/python" ;;
     *"-m pip "*) touch "${{0%/*}}/half"; [ -z "$PIP_SECONDS" ] || exec sleep $PIP_SECONDS; exit "${{PIP_STATUS:-0}}" ;;
     *"import jax"* | *"-m pytest"* | *"-m bench"*) ;;
-    *) exec {sys.executable} "$@" ;;
+    *) exec "{sys.executable}" "$@" ;;
 esac
 """
 
