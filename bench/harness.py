@@ -168,7 +168,7 @@ class Session:
         together = [arm for arm in arms if not arm.exclusive]
         alone = [arm for arm in arms if arm.exclusive]
         self.progress.stage(f"{case.op} {case.name}: compile, check", len(arms) + 2)
-        lanes = max(1, (os.cpu_count() or 2) // 2) if self.options.gpu else 1
+        lanes = max(2, (os.cpu_count() or 2) // 2)
         for arm in arms:
             self._spawn(arm.name, arm)
         if self.probed is None:

@@ -26,12 +26,12 @@ COLORS = {
 }
 _DEFINITIONS = """\
 cold, warm: device time of one call, the sum of its kernels' durations, with the L2 flushed by a kernel that writes 4x
-its size, and called back to back; median over rounds [bootstrap 95 % interval]. JAX by CUPTI, torch by its profiler.
+its size, and called back to back; median over rounds. Clocks: JAX by CUPTI, torch by its profiler.
 wall: host clock from call to results ready. bwd: the difference between forward + backward and forward, by name only.
 MiB: bytes beyond inputs and outputs (XLA's temporaries, torch's peak). krn: kernels launched; alloc: allocations.
 err: RMS error over RMS of the fp64 oracle; ULP: max|err| / (RMS(ref) eps(dtype)). The worst gradient is named.
 floor: compulsory bytes over the copy bandwidth (or operations over the matmul rate), as measured here just now.
-ratio: time over the fastest correct other arm's, paired by round [95 %]. TIE: interval inside +-3 %."""
+ratio: time over the fastest correct other arm's, paired by round. ±: 95 % interval of the median. TIE: interval inside +-3 %."""
 
 
 def print_header(console: Console, document: Mapping[str, Any]) -> None:
@@ -94,14 +94,13 @@ def error_cells(row: Mapping[str, Any], outputs: Sequence[str]) -> tuple[str, st
     )
 
 
-def _interval(summary: Mapping[str, float] | None) -> str:
+def with_interval(summary: Mapping[str, float] | None) -> str:
+    """"0.512 ±0.4%": the median and the farther end of its 95 % interval."""
     if not summary:
         return "-"
-    return f"{number(summary['median'])} [{number(summary['low'])}, {number(summary['high'])}]"
-
-
-def verdict_text(verdict: str) -> Text:
-    return Text(verdict, style=COLORS.get(verdict, "default"))
+    median = summary["median"]
+    away = 100 * max(summary["high"] - median, median - summary["low"]) / median if median else 0.0
+    return f"{number(median)} ±{number(away, 2)}%"
 
 
 def outputs_of(row: Mapping[str, Any]) -> list[str]:
@@ -120,32 +119,28 @@ def print_tables(console: Console, rows: Sequence[Mapping[str, Any]], gpu: bool)
     for (op, case, _, mode), members in results.group(rows).items():
         first = members[0]
         fits = ", fits in L2" if first.get("fits_l2") else ""
-        title = f"{op} {case}: {first.get('title', '')} · {MODE_TITLES.get(mode, mode)}"
         size = (first["reads"] + first["writes"]) / 1e6
-        table = Table(
-            title=f"{title} · {size:.0f} MB, floor {number(first['floor_ms'])} ms{fits}",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            padding=(0, 1),
-            title_justify="left",
-            title_style="bold",
+        console.print(
+            f"\n{op} {case}: {first.get('title', '')} · {MODE_TITLES.get(mode, mode)} · {number(size)} MB, "
+            f"floor {number(first['floor_ms'])} ms{fits}",
+            style="bold",
+            markup=False,
         )
-        clocks = ["cold ms", "warm ms", "wall ms"] if gpu else ["wall ms"]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
+        clocks = ["cold ms", "warm", "wall"] if gpu else ["wall ms"]
         with_backward = mode == "fwdbwd"
-        for name in ("arm", "err", *(["err grad"] if with_backward else []), "ULP", *clocks):
-            table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
-        if with_backward:
-            table.add_column("bwd", justify="right", no_wrap=True)
-        for name in ("MiB", *(["krn", "alloc"] if gpu else []), "%floor", "ratio", "verdict"):
-            table.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
+        extra = (["err grad"], ["bwd"]) if with_backward else ([], [])
+        launches = ["krn/al"] if gpu else []
+        for name in ("arm", "err", *extra[0], "ULP", *clocks, *extra[1], "MiB", *launches, "%fl", "ratio", "verdict"):
+            left = name in ("arm", "verdict", "err grad")
+            table.add_column(name, justify="left" if left else "right", no_wrap=True)
         notes = []
         for row in sorted(members, key=_order):
             table.add_row(*_cells(row, gpu, with_backward, forward.get((op, case, row["arm"]))))
-            for text in filter(None, [row["reason"], row.get("note", "")]):
-                notes.append(f"  {row['arm']}: {text}")
+            notes += [f"{row['arm']}: {text}" for text in (row["reason"], row.get("note", "")) if text]
         console.print(table)
         for note in notes:
-            console.print(note[: 3 * console.width], markup=False, style="dim")
+            console.print("  " + note[: 3 * console.width], markup=False, style="dim")
 
 
 def _order(row: Mapping[str, Any]) -> float:
@@ -160,9 +155,10 @@ def _cells(row: Mapping[str, Any], gpu: bool, with_backward: bool, forward: Mapp
     backward = "-"
     if with_backward and forward and clock and forward.get(clock):
         backward = number(times[clock]["median"] - forward[clock]["median"])
-    cells: list[Any] = [f"{row['arm']} ({row['precision']})", out, *([grad] if with_backward else []), ulp]
+    precision = "" if row["precision"] in row["arm"] else f" {row['precision']}"
+    cells: list[Any] = [row["arm"] + precision, out, *([grad] if with_backward else []), ulp]
     if gpu:
-        cells.append(_interval(times.get("device_cold")))
+        cells.append(with_interval(times.get("device_cold")))
         cells += [number(times[c]["median"]) if times.get(c) else "-" for c in ("device_warm", "wall")]
     else:
         cells.append(number(times["wall"]["median"]) if times.get("wall") else "-")
@@ -171,11 +167,10 @@ def _cells(row: Mapping[str, Any], gpu: bool, with_backward: bool, forward: Mapp
     memory = row.get("memory_bytes")
     cells.append(number(memory / 2**20) if memory is not None else "-")
     if gpu:
-        cells += [str(row["launches"]) if row.get("launches") else "-", str(row.get("allocations") or "-")]
+        cells.append(f"{row['launches'] or '-'}/{row.get('allocations') or '-'}")
     cells.append(f"{100 * row['floor_share']:.0f}" if row.get("floor_share") else "-")
-    ratio = row.get("ratio")
-    cells.append(f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]" if ratio else "-")
-    cells.append(verdict_text(row["verdict"]))
+    cells.append(with_interval(row.get("ratio")))
+    cells.append(Text(row["verdict"], style=COLORS.get(row["verdict"], "default")))
     return cells
 
 

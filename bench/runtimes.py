@@ -363,7 +363,7 @@ class TorchRuntime(Runtime):
         function(self.inputs)
         self.sync()
         wall_s = time.perf_counter() - start
-        memory, allocations = 0, 0
+        memory, allocations = None, None  # torch's CPU allocator keeps no peak
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
