@@ -81,6 +81,27 @@ def store_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int
     pltr.store(ref.at[pl.ds(rows[0], rows[1]), pl.ds(cols[0], cols[1])], value.astype(ref.dtype), mask=_mask(rows, cols))
 
 
+def gather_tile(ref, rows: jax.Array, cols: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Loads ref[rows, cols] for integer arrays that broadcast together, with zeros where mask is false."""
+    shape = jnp.broadcast_shapes(rows.shape, cols.shape)
+    view = ref.at[jnp.broadcast_to(rows, shape), jnp.broadcast_to(cols, shape)]
+    if mask is None:
+        return pltr.load(view)
+    return pltr.load(view, mask=jnp.broadcast_to(mask, shape), other=0.0)
+
+
+def scatter_tile(ref, rows: jax.Array, cols: jax.Array, value: jax.Array) -> None:
+    """Stores value as ref[rows, cols]. Arguments as in `gather_tile`."""
+    view = ref.at[jnp.broadcast_to(rows, value.shape), jnp.broadcast_to(cols, value.shape)]
+    pltr.store(view, value.astype(ref.dtype))
+
+
+def barrier(interpret: bool) -> None:
+    """Makes a program's earlier stores visible to its later loads, whichever of its threads made them."""
+    if not interpret:
+        pltr.debug_barrier()
+
+
 def _mask(rows, cols):
     mask = None
     if rows[2] is not None:

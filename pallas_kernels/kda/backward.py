@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
-from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY, block_sums, iotas, slow_rows, take_row
+from pallas_kernels.kda.blocks import MIN_LOG_DECAY, Decays, Rows, masked_sum
 from pallas_kernels.kda.config import BLOCK, KdaConfig
-from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_factors
+from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
 
 
@@ -72,143 +72,116 @@ def kda_state_bwd(
 def kda_grads(
     q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref,
     dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
-    sizes: Sizes, scale: float, precision: str, always_exact: bool, interpret: bool,
+    sizes: Sizes, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
-    """All gradients of one chunk of one value head. Grid (NT, B * HV)."""
+    """All gradients of one chunk of one value head, for one tile of key channels. Grid (K tiles, NT, B * HV).
+
+    What belongs to the value side is formed in every program, and written by the first one.
+    """
     op = operand_dtype(q_ref.dtype, precision)
-    dot, dot32 = Dot(precision, interpret), Dot("fp32", interpret)
-    dot_diagonal, diagonal = (Dot("tf32", interpret), jnp.float32) if op == jnp.float16 else (dot, op)
-    row, col = iotas()
-    start = pl.program_id(0) * sizes.C
-    kc, nb = sizes.k_cols(), sizes.blocks
+    dot = Dot(precision, interpret)
+    dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
+    f32 = jnp.float32
+    r = Rows(sizes.C)
+    tile, start = pl.program_id(0), pl.program_id(1) * sizes.C
+    tokens, all_c = sizes.rows(start, sizes.C), (0, sizes.C, None)
+    kc = (tile * k_tile, k_tile, sizes.k_limit)
+    padded_k = (tile * k_tile, k_tile, None)
+    gate = kc if sizes.channelwise else (0, 1, None)
     slab = min(sizes.bv, V_SLAB)
-    slabs = range(0, sizes.bv, slab)
-    full_k = (0, sizes.bk, None)
 
-    def rows(r):
-        return sizes.rows(start + r * BLOCK)
+    # The value side: dR, dv and dwrite, dP and dA, and the three products with the states.
+    M = bt.load_tile(m_ref, all_c, all_c).astype(op)
+    dP = dA = acc_q = acc_e = acc_k = dG_end = dbeta = 0.0
+    for first in range(0, sizes.bv, slab):
+        padded_v, vc = (first, slab, None), sizes.v_cols(first, slab)
+        U = bt.load_tile(u_ref, all_c, padded_v)
+        do = bt.load_tile(do_ref, tokens, vc).astype(op)
+        S, dS = bt.load_tile(s_ref, padded_v, padded_k), bt.load_tile(ds_ref, padded_v, padded_k)
+        dR = dot(M, bt.load_tile(du_ref, all_c, padded_v), (0, 0))
+        dRo = dR.astype(op)
+        dP += dot(do, U, (1, 1))
+        dA -= dot(dRo, U, (1, 1))
+        acc_q += dot(do, S)
+        acc_e -= dot(dRo, S)
+        acc_k += dot(U, dS)
+        dG_end += jnp.sum(S.astype(f32) * dS.astype(f32), axis=0)[None, :]
 
-    def local(r):
-        return (r * BLOCK, BLOCK, None)
+        v = bt.load_tile(v_ref, tokens, vc).astype(f32)
+        if not sizes.channelwise:
+            dbeta += jnp.sum(v * dR, axis=1)[:, None]
 
-    # The value side: dR, dv, dwrite, and the 16 x 16 blocks of dP and dA.
-    dP = {(a, b): jnp.zeros((BLOCK, BLOCK), jnp.float32) for a in range(nb) for b in range(a + 1)}
-    dA = dict(dP)
-    dbeta = [jnp.zeros((BLOCK, 1), jnp.float32) for _ in range(nb)]
-    dR: dict = {}
-    for first in slabs:
-        vs = (first, slab, None)
-        dU = [bt.load_tile(du_ref, local(a), vs) for a in range(nb)]
-        U = [bt.load_tile(u_ref, local(b), vs) for b in range(nb)]
-        for b in range(nb):
-            part = sum(dot(bt.load_tile(m_ref, local(a), local(b)), dU[a], (0, 0)) for a in range(b, nb))
-            vc = sizes.v_cols(first, slab)
-            v = bt.load_tile(v_ref, rows(b), vc).astype(jnp.float32)
-            write = bt.load_tile(write_ref, rows(b), vc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
-            bt.store_tile(dv_ref, rows(b), vc, write * part)
+        @pl.when(tile == 0)
+        def _(v=v, dR=dR, vc=vc):
+            write = bt.load_tile(write_ref, tokens, vc if sizes.channelwise else (0, 1, None)).astype(f32)
+            bt.store_tile(dv_ref, tokens, vc, write * dR)
             if sizes.channelwise:
-                bt.store_tile(dwrite_refs[0], rows(b), vc, v * part)
-            else:
-                dbeta[b] += jnp.sum(v * part, axis=1)[:, None]
-            dR[b, first] = part.astype(op)
-        for a in range(nb):
-            do = bt.load_tile(do_ref, rows(a), sizes.v_cols(first, slab)).astype(op)
-            for b in range(a + 1):
-                dP[a, b] += dot(do, U[b], (1, 1))
-                dA[a, b] -= dot(dR[a, first], U[b], (1, 1))
+                bt.store_tile(dwrite_refs[0], tokens, vc, v * dR)
 
-    # The key side, blocks from last to first: dG is summed in reverse.
-    K_end, block_decay, sums = [], [], []
-    for r in range(nb):
-        g = jnp.maximum(bt.load_tile(g_ref, rows(r), kc).astype(jnp.float32), MIN_LOG_DECAY)
-        prefix, suffix, total = block_sums(g, dot32)
-        k = bt.load_tile(k_ref, rows(r), kc).astype(jnp.float32)
-        K_end.append((k * jnp.exp(suffix)).astype(op))
-        block_decay.append(jnp.exp(total))
-        sums.append((prefix, suffix))
+    on_diagonal = jnp.sum(jnp.where(r.row == r.col, dP, 0.0), axis=1)[:, None]
+    below = r.row > r.col
+    dP, dA = jnp.where(below, dP, 0.0), jnp.where(below, dA, 0.0)
 
-    dG_end = jnp.zeros((1, sizes.bk), jnp.float32)  # Reverse sum of dG over everything after the block.
-    for first in slabs:
-        S, dS = (bt.load_tile(x, (first, slab, None), full_k).astype(jnp.float32) for x in (s_ref, ds_ref))
-        dG_end += jnp.sum(S * dS, axis=0)[None, :]
-    dG_end *= bt.load_tile(decay_ref, (0, 1, None), full_k)
+    # The key side.
+    k = bt.load_tile(k_ref, tokens, kc).astype(f32)
+    q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
+    erase = bt.load_tile(erase_ref, tokens, gate).astype(f32)
+    e = erase * k
+    g = jnp.maximum(bt.load_tile(g_ref, tokens, kc).astype(f32), MIN_LOG_DECAY)
+    d = Decays.of(g, r, precision, interpret)
+    E, Q, K = e * d.up, q * d.up, k * d.down
 
-    left: list = [None] * nb  # E and Q of the blocks after r, as operands.
-    from_end = []  # U dS1^T
-    for r in range(nb):
-        from_end.append(
-            sum(dot(bt.load_tile(u_ref, local(r), (f, slab, None)), bt.load_tile(ds_ref, (f, slab, None), full_k)) for f in slabs)
-        )
-    later = jnp.ones((1, sizes.bk), jnp.float32)
-    for r in reversed(range(nb)):
-        dG_end += jnp.sum(K_end[r].astype(jnp.float32) * later * from_end[r], axis=0)[None, :]
-        later *= block_decay[r]
+    # From and to the states.
+    dq, de, dk = d.from_start(acc_q, r.blocks), d.from_start(acc_e, r.blocks), d.to_end(acc_k, r.blocks)
+    to_state = K * dk
+    dG = Q * dq + E * de - to_state
+    dG_end = dG_end * bt.load_tile(decay_ref, (0, 1, None), padded_k) + jnp.sum(to_state, axis=0)[None, :]
+    # Between blocks.
+    for half in r.levels():
+        dPl, dAl = (jnp.where(r.meet(half), x, 0.0).astype(op) for x in (dP, dA))
+        El, Ql, Kl = d.from_start(E, half).astype(op), d.from_start(Q, half).astype(op), d.to_end(K, half).astype(op)
+        near_q, near_e = dot(dPl, Kl), dot(dAl, Kl)
+        near_k = dot(dAl, El, (0, 0)) + dot(dPl, Ql, (0, 0))
+        dG += Ql.astype(f32) * near_q + El.astype(f32) * near_e - Kl.astype(f32) * near_k
+        dq, de, dk = dq + d.from_start(near_q, half), de + d.from_start(near_e, half), dk + d.to_end(near_k, half)
+    dk *= d.down
+    # Inside blocks, fast path.
+    inside = r.same_block() & ~d.slow(precision)
+    dPl, dAl = (jnp.where(inside, x, 0.0).astype(diagonal) for x in (dP, dA))
+    keys = d.anchored(k, precision).astype(diagonal)
+    El, Ql = E.astype(diagonal), Q.astype(diagonal)
+    near_q, near_e = dot_diagonal(dPl, keys), dot_diagonal(dAl, keys)
+    near_k = dot_diagonal(dAl, El, (0, 0)) + dot_diagonal(dPl, Ql, (0, 0))
+    dG += Ql.astype(f32) * near_q + El.astype(f32) * near_e - keys.astype(f32) * near_k
+    dq, de, dk = (dq + near_q) * d.up, (de + near_e) * d.up, dk + d.anchored(near_k, precision)
 
-    for r in reversed(range(nb)):
-        prefix, suffix = sums[r]
-        k = bt.load_tile(k_ref, rows(r), kc).astype(jnp.float32)
-        q = bt.load_tile(q_ref, rows(r), kc).astype(jnp.float32) * scale
-        g = jnp.maximum(bt.load_tile(g_ref, rows(r), kc).astype(jnp.float32), MIN_LOG_DECAY)
-        erase = bt.load_tile(erase_ref, rows(r), kc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
-        e = erase * k
-        decayed = jnp.exp(prefix)
-        E, Q = e * decayed, q * decayed
-        Kd = diagonal_factors(k, prefix, precision)
-        slow, steps = slow_rows(prefix, precision)
-        dP_rr, dA_rr = jnp.where(row > col, dP[r, r], 0.0), jnp.where(row > col, dA[r, r], 0.0)
-        fast = (row > col) & ~slow[:, None]
-        dPd, dAd = (jnp.where(fast, x, 0.0).astype(diagonal) for x in (dP_rr, dA_rr))
-        Ed, Qd, Kdd = E.astype(diagonal), Q.astype(diagonal), Kd.astype(diagonal)
+    def exact(s, carry):
+        """Key j of every diagonal block against the rows that need the exact path, as in kda_prepare."""
+        span, dq, de, dk, dG = carry
+        j = BLOCK - 1 - s
+        k_j, g_j = (sizes.block_rows(x, start, j, kc) for x in (k_ref, g_ref))
+        weight = jnp.where((r.row % BLOCK > j) & d.slow(precision), jnp.exp(span), 0.0)
+        column = r.col == r.row // BLOCK * BLOCK + j
+        p = jnp.sum(jnp.where(column, dP, 0.0), axis=1)[:, None] * weight
+        a = jnp.sum(jnp.where(column, dA, 0.0), axis=1)[:, None] * weight
+        term = a * e + p * q
+        dk_j = jnp.where(r.row % BLOCK == j, r.pick(r.block_totals(term)), 0.0)
+        dG = dG + term * k_j - k_j * dk_j
+        span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
+        return span, dq + p * k_j, de + a * k_j, dk + dk_j, dG
 
-        # Sums over earlier keys, nearest last: every block's decay multiplies what lies before it.
-        acc_q = sum(dot(bt.load_tile(do_ref, rows(r), sizes.v_cols(f, slab)).astype(op), bt.load_tile(s_ref, (f, slab, None), full_k)) for f in slabs)
-        acc_e = -sum(dot(dR[r, f], bt.load_tile(s_ref, (f, slab, None), full_k)) for f in slabs)
-        for b in range(r):
-            acc_q = acc_q * block_decay[b] + dot(dP[r, b].astype(op), K_end[b])
-            acc_e = acc_e * block_decay[b] + dot(dA[r, b].astype(op), K_end[b])
-        # Sums over later queries, nearest last.
-        acc_k = from_end[r]
-        for a in reversed(range(r + 1, nb)):
-            Ea, Qa = left[a]
-            acc_k = acc_k * block_decay[a] + dot(dA[a, r].astype(op), Ea, (0, 0)) + dot(dP[a, r].astype(op), Qa, (0, 0))
-        left[r] = (E.astype(op), Q.astype(op))
-        near_q, near_e = dot_diagonal(dPd, Kdd), dot_diagonal(dAd, Kdd)
-        near_k = dot_diagonal(dAd, Ed, (0, 0)) + dot_diagonal(dPd, Qd, (0, 0))
+    steps = d.exact_steps(precision, always_exact)
+    _, dq, de, dk, dG = lax.fori_loop(0, steps, exact, (jnp.zeros_like(g), dq, de, dk, dG))
 
-        f32 = jnp.float32
-        dG = left[r][1].astype(f32) * acc_q + left[r][0].astype(f32) * acc_e - K_end[r].astype(f32) * acc_k
-        dG += Qd.astype(f32) * near_q + Ed.astype(f32) * near_e - Kdd.astype(f32) * near_k
-        dq = decayed * (acc_q + near_q)
-        de = decayed * (acc_e + near_e)
-        dk = jnp.exp(suffix) * acc_k + jnp.exp(jnp.minimum(-prefix, FAST_LIMIT[precision])) * near_k
-
-        def step(s, carry, *, k=k, q=q, e=e, g=g, slow=slow, dP_rr=dP_rr, dA_rr=dA_rr):
-            span, dq, de, dk, dG = carry
-            j = BLOCK - 1 - s
-            onehot, below = row == j, (row > j) & slow[:, None]
-            weight = jnp.where(below, jnp.exp(span), 0.0)
-            p = jnp.sum(jnp.where(col == j, dP_rr, 0.0), axis=1)[:, None] * weight
-            a = jnp.sum(jnp.where(col == j, dA_rr, 0.0), axis=1)[:, None] * weight
-            kj = take_row(k, onehot)
-            term = a * e + p * q
-            dkj = jnp.sum(term, axis=0)[None, :]
-            dG = dG + term * kj - jnp.where(onehot, kj * dkj, 0.0)
-            span = jnp.where(row >= j, span + take_row(g, onehot), span)
-            return span, dq + p * kj, de + a * kj, dk + jnp.where(onehot, dkj, 0.0), dG
-
-        init = (jnp.zeros_like(g), dq, de, dk, dG)
-        _, dq, de, dk, dG = lax.fori_loop(0, BLOCK if always_exact else steps, step, init)
-
-        # The terms i == j, whose decay is 1, have no part in dG.
-        on_diagonal = jnp.sum(jnp.where(row == col, dP[r, r], 0.0), axis=1)[:, None]
-        bt.store_tile(dq_ref, rows(r), kc, scale * (dq + on_diagonal * k))
-        bt.store_tile(dk_ref, rows(r), kc, dk + on_diagonal * q + erase * de)
-        bt.store_tile(dg_ref, rows(r), kc, dot32((row <= col).astype(f32), dG) + dG_end)
-        dG_end += jnp.sum(dG, axis=0)[None, :]
-        if sizes.channelwise:
-            bt.store_tile(derase_ref, rows(r), kc, k * de)
-        else:
-            bt.store_tile(derase_ref, rows(r), (0, 1, None), dbeta[r] + jnp.sum(k * de, axis=1)[:, None])
+    # The terms i == j, whose decay is 1, have no part in dG.
+    bt.store_tile(dq_ref, tokens, kc, scale * (dq + on_diagonal * k))
+    bt.store_tile(dk_ref, tokens, kc, dk + on_diagonal * q + erase * de)
+    bt.store_tile(dg_ref, tokens, kc, masked_sum(r.row <= r.col, dG, precision, interpret) + dG_end)
+    if sizes.channelwise:
+        bt.store_tile(derase_ref, tokens, kc, k * de)
+    else:
+        dbeta = jnp.where(tile == 0, dbeta, 0.0) + jnp.sum(k * de, axis=1)[:, None]
+        bt.store_tile(derase_ref, tokens, (tile, 1, None), dbeta)
 
 
 def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret):
@@ -251,19 +224,25 @@ def gradients(
 ):
     """Runs `kda_grads`; returns dq, dk, dv, dg, derase and dwrite (None for KDA)."""
     sizes = Sizes.of(q, v, erase, config)
+    k_tile = min(config.k_tile, sizes.bk)
+    tiles = sizes.bk // k_tile
     grouped = sizes.HV != sizes.H
     inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, erase if write is None else write, do)]
     inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
-    per_head = (sizes.B, sizes.T, sizes.HV, sizes.K)
-    # With grouped value heads every head writes its own float32 share, summed below in a fixed order.
-    shapes = [jax.ShapeDtypeStruct(per_head, jnp.float32 if grouped else x.dtype) for x in (q, k)]
-    shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, g, erase)]
+    shape = jax.ShapeDtypeStruct
+    # Shares that are summed below, in float32 and in a fixed order: dq and dk over the value heads of a group, dbeta over key tiles.
+    dqk = [shape((sizes.B, sizes.T, sizes.HV, sizes.K), jnp.float32 if grouped else x.dtype) for x in (q, k)]
+    if write is None:
+        derase = shape((sizes.B, sizes.T, sizes.HV, tiles), erase.dtype if tiles == 1 else jnp.float32)
+    else:
+        derase = shape(erase.shape, erase.dtype)
+    shapes = [*dqk, shape(v.shape, v.dtype), shape(g.shape, g.dtype), derase]
     if write is not None:
-        shapes.append(jax.ShapeDtypeStruct(write.shape, write.dtype))
+        shapes.append(shape(write.shape, write.dtype))
     dq, dk, dv, dg, derase, *dwrite = bt.launch(
         kda_grads,
         "kda_grads",
-        (sizes.nt, sizes.B * sizes.HV),
+        (tiles, sizes.nt, sizes.B * sizes.HV),
         inputs,
         [(x, sizes.head(x)) for x in shapes],
         num_warps=config.grads_warps,
@@ -271,10 +250,13 @@ def gradients(
         interpret=interpret,
         sizes=sizes,
         scale=scale,
+        k_tile=k_tile,
         precision=precision,
         always_exact=config.always_exact,
     )
     if grouped:
         split = (sizes.B, sizes.T, sizes.H, sizes.HV // sizes.H, sizes.K)
         dq, dk = (x.reshape(split).sum(axis=3).astype(like.dtype) for x, like in ((dq, q), (dk, k)))
+    if write is None:
+        derase = derase.sum(axis=3).astype(erase.dtype) if tiles > 1 else derase.reshape(erase.shape)
     return dq, dk, dv, dg, derase, dwrite[0] if dwrite else None

@@ -1,20 +1,25 @@
-"""What the forward and the backward kernels share: the decays of a 16-row block and its exact path.
+"""What the forward and the backward kernels share: decays inside a chunk, and the tiles that carry them.
 
-Inside a block, with g the log-decays (rows are tokens):
+A chunk is cut into blocks of 16 rows (tokens). With g the log-decays,
 
-    prefix_i = sum_{t <= i} g_t      total = sum_t g_t      suffix_j = sum_{t > j} g_t
+    prefix_i = sum of g over the block's rows <= i      suffix_j = sum of g over the block's rows > j      total_r = sum over block r
 
-so that exp(G_i - G_j) = exp(prefix_i) exp(totals of the blocks between) exp(suffix_j) for i and j in different blocks: sums of
-numbers <= 0 without a difference anywhere, hence no cancellation and no exponential above 1. Within one block,
-exp(G_i - G_j) = exp(prefix_i) exp(-prefix_j) on the fast path (tensor cores), for rows whose prefix stays above -FAST_LIMIT, and a
-running sum of g over (j, i] on the exact path, for the other rows. Which path a row takes depends on rows up to it alone.
+exp(G_i - G_j) for i and j in different blocks is exp(prefix_i) * exp(totals between) * exp(suffix_j): sums of numbers <= 0, so no
+exponential exceeds 1. Pairs of blocks are taken level by level, like the merges of a binary tree: at a level of `half` blocks, rows of
+every odd run of `half` blocks meet the rows of the run before it, behind an anchor on the border between the two. One matrix product
+of the whole chunk serves a level; what belongs to other levels is masked away.
+
+Inside a block, exp(G_i - G_j) = exp(prefix_i) * exp(-prefix_j) on the fast path, for rows whose prefix stays above -FAST_LIMIT. The
+other rows take the exact path: a running sum of g over (j, i]. Which path a row takes depends on rows up to it alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.backend_triton import Dot
 from pallas_kernels.kda.config import BLOCK
@@ -28,67 +33,130 @@ MIN_LOG_DECAY = -127.0
 FAST_LIMIT = {"fp32": 16.0, "tf32": 60.0, "16bit": 60.0}
 
 
-def iotas() -> tuple[jax.Array, jax.Array]:
-    """Row and column numbers of a block, [16, 1] and [1, 16]."""
-    i = jnp.arange(BLOCK)
-    return i[:, None], i[None, :]
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Row and column numbers of a chunk of C tokens, and the masks made of them."""
+
+    C: int
+
+    @property
+    def row(self) -> jax.Array:
+        return jnp.arange(self.C)[:, None]
+
+    @property
+    def col(self) -> jax.Array:
+        return jnp.arange(self.C)[None, :]
+
+    @property
+    def blocks(self) -> int:
+        return self.C // BLOCK
+
+    def same_block(self) -> jax.Array:
+        return self.row // BLOCK == self.col // BLOCK
+
+    def levels(self) -> Iterator[int]:
+        """The sizes, in blocks, of the runs that meet at each level: 1, 2, ... below the whole chunk."""
+        half = 1
+        while 2 * half <= self.blocks:
+            yield half
+            half *= 2
+
+    def meet(self, half: int) -> jax.Array:
+        """Where a row's run and a column's run of `half` blocks meet."""
+        row_run, col_run = self.row // (half * BLOCK), self.col // (half * BLOCK)
+        return (row_run % 2 == 1) & (row_run == col_run + 1)
+
+    def pick(self, per_block: Sequence[jax.Array]) -> jax.Array:
+        """Spreads one [1, K] row a block over the block's rows: [C, K]."""
+        out = jnp.broadcast_to(per_block[0], (self.C, per_block[0].shape[1]))
+        for r in range(1, self.blocks):
+            out = jnp.where(self.row // BLOCK == r, per_block[r], out)
+        return out
+
+    def block_totals(self, x: jax.Array) -> list[jax.Array]:
+        """Sum of x [C, K] over the rows of each block, [1, K] each."""
+        if self.blocks == 1:
+            return [jnp.sum(x, axis=0)[None, :]]
+        return [jnp.sum(jnp.where(self.row // BLOCK == r, x, 0.0), axis=0)[None, :] for r in range(self.blocks)]
 
 
-def block_sums(g: jax.Array, dot32: Dot) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Prefix [16, K], suffix [16, K] and total [1, K] of the log-decays g [16, K] of a block."""
-    row, col = iotas()
-    prefix = dot32((row >= col).astype(jnp.float32), g)
-    suffix = dot32((row < col).astype(jnp.float32), g)
-    return prefix, suffix, jnp.sum(g, axis=0)[None, :]
+def masked_sum(mask: jax.Array, x: jax.Array, precision: str, interpret: bool) -> jax.Array:
+    """mask @ x for a 0/1 mask [C, C]: the sum of chosen rows of x [C, K].
 
-
-def slow_rows(prefix: jax.Array, precision: str) -> tuple[jax.Array, jax.Array]:
-    """Rows of the block that need the exact path, [16] bool, and how many steps its loop takes (0 or 16)."""
-    depth = jnp.max(-prefix, axis=1)
-    slow = depth > FAST_LIMIT[precision]
-    return slow, jnp.max(slow.astype(jnp.int32), axis=0) * BLOCK
-
-
-def take_row(x: jax.Array, onehot: jax.Array) -> jax.Array:
-    """The row of x [16, K] that onehot [16, 1] marks, [1, K]."""
-    return jnp.sum(jnp.where(onehot, x, 0.0), axis=0)[None, :]
-
-
-def exact_products(
-    left: tuple[jax.Array, ...], k: jax.Array, g: jax.Array, steps: jax.Array
-) -> tuple[jax.Array, ...]:
-    """sum_c x_ic k_jc exp(G_ic - G_jc) for j <= i, [16, 16], for every x in `left`, by differences in float32.
-
-    Walks over j from the last row to the first and keeps the sum of g over (j, i] for every row i; nothing is subtracted.
+    Accurate to 2^-22 under "fp32"; to 2^-17 elsewhere, where two bfloat16 pieces of x are enough.
     """
-    row, col = iotas()
-
-    def step(s, carry):
-        span, *products = carry
-        j = BLOCK - 1 - s
-        onehot = row == j
-        weighted = jnp.where(row >= j, jnp.exp(span), 0.0) * take_row(k, onehot)
-        products = [jnp.where(col == j, jnp.sum(x * weighted, axis=1)[:, None], p) for x, p in zip(left, products)]
-        span = jnp.where(row >= j, span + take_row(g, onehot), span)
-        return (span, *products)
-
-    zero = jnp.zeros((BLOCK, BLOCK), jnp.float32)
-    _, *products = lax.fori_loop(0, steps, step, (jnp.zeros_like(g), *(zero for _ in left)))
-    return tuple(products)
+    if precision == "fp32":
+        return Dot("fp32", interpret)(mask.astype(jnp.float32), x)
+    dot, ones = Dot("16bit", interpret), mask.astype(jnp.bfloat16)
+    head = x.astype(jnp.bfloat16)
+    return dot(ones, head) + dot(ones, (x - head.astype(jnp.float32)).astype(jnp.bfloat16))
 
 
-def inverse(A: jax.Array, dot32: Dot) -> jax.Array:
-    """(I + A)^-1 of a strictly lower 16 x 16 block.
+@dataclasses.dataclass
+class Decays:
+    """The decays of one chunk, for a tile of channels.
 
-    Blocks of 1, 2, 4, 8 rows are merged in pairs by M_21 = -M_22 A_21 M_11, all pairs of a level at once: the same arithmetic as
-    forward substitution, which stays accurate where a product of powers of A does not.
+    Attributes:
+      prefix: [C, K], log.
+      up, down: exp(prefix) and exp(suffix), [C, K].
+      block: exp(total) of every block, [1, K] each.
+      depth: the deepest total of the chunk, a scalar: whether any row can need the exact path.
     """
-    row, col = iotas()
 
-    def between(size: int) -> jax.Array:
-        return jnp.where((row // size == col // size + 1) & (row // size % 2 == 1), A, 0.0)
+    rows: Rows
+    prefix: jax.Array
+    up: jax.Array
+    down: jax.Array
+    block: list[jax.Array]
+    depth: jax.Array
 
-    M = (row == col).astype(jnp.float32) - between(1)
-    for size in (2, 4, 8):
-        M = M - dot32(M, dot32(between(size), M))
-    return M
+    @classmethod
+    def of(cls, g: jax.Array, rows: Rows, precision: str, interpret: bool) -> Decays:
+        """From log-decays g [C, K] that are already clamped at MIN_LOG_DECAY."""
+        same = rows.same_block()
+        prefix = masked_sum(same & (rows.row >= rows.col), g, precision, interpret)
+        totals = rows.block_totals(g)
+        if precision == "fp32":
+            suffix = masked_sum(same & (rows.row < rows.col), g, precision, interpret)
+        else:  # A difference costs 2^-24 of the total, far below the operands' rounding.
+            suffix = rows.pick(totals) - prefix
+        deepest = totals[0]
+        for total in totals[1:]:
+            deepest = jnp.minimum(deepest, total)
+        depth = -jnp.min(jnp.min(deepest, axis=0), axis=0)
+        return cls(rows, prefix, jnp.exp(prefix), jnp.exp(suffix), [jnp.exp(x) for x in totals], depth)
+
+    def _products(self, half: int, after: bool) -> jax.Array | None:
+        """Per row, the decay of the blocks of its run of `half` blocks that lie before (after) its own block."""
+        if half == 1:
+            return None
+        per_block = []
+        for r in range(self.rows.blocks):
+            run = r // half * half
+            product = jnp.ones_like(self.block[0])
+            for other in range(r + 1, run + half) if after else range(run, r):
+                product *= self.block[other]
+            per_block.append(product)
+        return self.rows.pick(per_block)
+
+    def from_start(self, x: jax.Array, half: int) -> jax.Array:
+        """x * exp(decay from the start of the row's run of `half` blocks to the row), for x already times `up`."""
+        products = self._products(half, after=False)
+        return x if products is None else x * products
+
+    def to_end(self, x: jax.Array, half: int) -> jax.Array:
+        """x * exp(decay from after the row to the end of its run), for x already times `down`."""
+        products = self._products(half, after=True)
+        return x if products is None else x * products
+
+    def anchored(self, k: jax.Array, precision: str) -> jax.Array:
+        """k exp(-prefix): keys behind the anchor at their block's start, exponents clamped where rows leave the fast path."""
+        return k * jnp.exp(jnp.minimum(-self.prefix, FAST_LIMIT[precision]))
+
+    def slow(self, precision: str) -> jax.Array:
+        """Rows that need the exact path, [C, 1] bool."""
+        return jnp.max(-self.prefix, axis=1)[:, None] > FAST_LIMIT[precision]
+
+    def exact_steps(self, precision: str, always: bool):
+        """Steps of the exact path's loop: 16, or 0 where no row of the chunk needs it."""
+        return BLOCK if always else (self.depth > FAST_LIMIT[precision]).astype(jnp.int32) * BLOCK

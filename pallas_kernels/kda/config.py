@@ -24,6 +24,7 @@ class KdaConfig:
       state_warps, state_stages: warps and pipeline stages of the serial forward kernel.
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
       grads_warps: warps of the kernel that forms the gradients.
+      k_tile: columns of the key dimension that one program of that kernel holds.
       always_exact: run the exact path of the diagonal blocks even where no row needs it. It changes no bit: for tests.
     """
 
@@ -35,6 +36,7 @@ class KdaConfig:
     state_bwd_warps: int = 4
     state_bwd_stages: int = 2
     grads_warps: int = 8
+    k_tile: int = 64
     always_exact: bool = False
 
     def __post_init__(self):
@@ -42,6 +44,8 @@ class KdaConfig:
             raise ValueError(f"chunk_size must be 16, 32 or 64, got {self.chunk_size}")
         if self.v_tile not in (16, 32, 64, 128):
             raise ValueError(f"v_tile must be 16, 32, 64 or 128, got {self.v_tile}")
+        if self.k_tile not in (16, 32, 64, 128, 256):
+            raise ValueError(f"k_tile must be 16, 32, 64, 128 or 256, got {self.k_tile}")
         for name in ("prepare_warps", "state_warps", "state_bwd_warps", "grads_warps"):
             if getattr(self, name) not in (1, 2, 4, 8):
                 raise ValueError(f"{name} must be 1, 2, 4 or 8, got {getattr(self, name)}")

@@ -10,9 +10,9 @@ With e = erase * k, y = write * v, G the cumulative log-decay inside a chunk of 
     o      = Qhat S0 + P U
     S1     = diag(exp(G_C)) S0 + Ktil^T U
 
-`kda_prepare` forms everything that does not depend on the state, all chunks in parallel, in 16-row blocks. `kda_state` walks over
-the chunks and keeps S^T in registers: with the value dimension as rows, S^T and U^T are always the left operand of a product, which
-the tensor cores read from registers, so the serial chain never passes through shared memory.
+`kda_prepare` forms everything that does not depend on the state, all chunks in parallel. `kda_state` walks over the chunks and keeps
+S^T in registers: with the value dimension as rows, S^T and U^T are always the left operand of a product, which the tensor cores read
+from registers, so the serial chain never passes through shared memory.
 """
 
 from __future__ import annotations
@@ -22,29 +22,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
-from pallas_kernels.kda.blocks import (
-    FAST_LIMIT,
-    MIN_LOG_DECAY,
-    block_sums,
-    exact_products,
-    inverse,
-    iotas,
-    slow_rows,
-)
+from pallas_kernels.kda.blocks import MIN_LOG_DECAY, Decays, Rows, masked_sum
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
-from jax.experimental import pallas as pl
 
-V_SLAB = 128  # Value columns that kda_prepare and kda_grads hold at a time.
+V_SLAB = 128  # Value columns that the parallel kernels hold at a time.
 
 
 class Prepared(NamedTuple):
     """Tiles of every chunk, [B * HV, NT, ...], K and V padded.
 
-    W, Qhat, Ktil [C, bk]; Y [bv, C], the transpose of M y; P, M [C, C]; decay [bk], exp(G_C).
+    W, Qhat, Ktil [C, bk]; Y [bv, C], the transpose of M y; P [C, C]; M [C, C] in float32; decay [1, bk], exp(G_C).
     """
 
     W: jax.Array
@@ -63,9 +55,46 @@ class States(NamedTuple):
     U: jax.Array
 
 
-def diagonal_factors(k, prefix, precision: str):
-    """Keys of a block behind the anchor at its start: k exp(-prefix), with exponents clamped where rows leave the fast path."""
-    return k * jnp.exp(jnp.minimum(-prefix, FAST_LIMIT[precision]))
+def diagonal_dot(precision: str, op, interpret: bool) -> tuple[Dot, jnp.dtype]:
+    """The product, and its operands' dtype, for factors behind an anchor: they outgrow float16, where one TF32 pass has the same
+    mantissa and float32's range."""
+    if op == jnp.float16:
+        return Dot("tf32", interpret), jnp.dtype(jnp.float32)
+    return Dot(precision, interpret), op
+
+
+def invert(m_ref, rows: Rows, interpret: bool) -> None:
+    """Replaces the strictly lower A [C, C] in m_ref by M = (I + A)^-1, upper zeros included.
+
+    Blocks of 16 rows by forward substitution, all blocks of the chunk side by side: row i of M is e_i - sum_j A_ij M_j. Then pairs of
+    blocks are merged by M_21 = -M_22 A_21 M_11. The matrix goes through memory because a scalar A_ij can be read from there by every
+    thread that needs it, where exchanging it between threads would cost a barrier each.
+    """
+    dot32 = Dot("fp32", interpret)
+    first = jnp.arange(rows.blocks) * BLOCK
+    col = jnp.arange(BLOCK)[None, :]
+    bt.barrier(interpret)
+    M: list[jax.Array] = []
+    for i in range(BLOCK):
+        row = jnp.broadcast_to((col == i).astype(jnp.float32), (rows.blocks, BLOCK))
+        for j in range(i):
+            row -= bt.gather_tile(m_ref, first + i, first + j)[:, None] * M[j]
+        M.append(row)
+    bt.barrier(interpret)
+    for i in range(BLOCK):
+        bt.scatter_tile(m_ref, (first + i)[:, None], first[:, None] + col, M[i])
+    for half in rows.levels():
+        size = half * BLOCK
+        bt.barrier(interpret)
+        merged = []
+        for start in range(0, rows.C, 2 * size):
+            upper, lower = (start, size, None), (start + size, size, None)
+            left = dot32(bt.load_tile(m_ref, lower, upper), bt.load_tile(m_ref, upper, upper))
+            merged.append((lower, upper, -dot32(bt.load_tile(m_ref, lower, lower), left)))
+        bt.barrier(interpret)
+        for lower, upper, tile in merged:
+            bt.store_tile(m_ref, lower, upper, tile)
+    bt.barrier(interpret)
 
 
 def kda_prepare(
@@ -76,88 +105,66 @@ def kda_prepare(
     """All state-free tiles of one chunk of one value head. Grid (NT, B * HV)."""
     op = operand_dtype(q_ref.dtype, precision)
     dot = Dot(precision, interpret)
-    dot32 = Dot("fp32", interpret)
-    # Behind the anchor, factors outgrow float16; one TF32 pass has its mantissa and float32's range.
-    dot_diagonal, diagonal = (Dot("tf32", interpret), jnp.float32) if op == jnp.float16 else (dot, op)
-    row, col = iotas()
+    dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
+    r = Rows(sizes.C)
     start = pl.program_id(0) * sizes.C
-    kc = sizes.k_cols()
+    tokens, kc = sizes.rows(start, sizes.C), sizes.k_cols()
+    all_c, all_k = (0, sizes.C, None), (0, sizes.bk, None)
+    gate = kc if sizes.channelwise else (0, 1, None)
+    f32 = jnp.float32
 
-    base = jnp.ones((1, sizes.bk), jnp.float32)  # Decay from the chunk's start to the block's start.
-    base_log = jnp.zeros((1, sizes.bk), jnp.float32)
-    K_running: list = []  # k_j exp(decay from j to the start of block a); after the last block: Ktil.
-    E_hat: list = []
-    M: list[dict] = []
-    for a in range(sizes.blocks):
-        rows = sizes.rows(start + a * BLOCK)
-        local = (a * BLOCK, BLOCK, None)
-        k = bt.load_tile(k_ref, rows, kc).astype(jnp.float32)
-        q = bt.load_tile(q_ref, rows, kc).astype(jnp.float32) * scale
-        g = jnp.maximum(bt.load_tile(g_ref, rows, kc).astype(jnp.float32), MIN_LOG_DECAY)
-        erase = bt.load_tile(erase_ref, rows, kc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
-        e = erase * k
-        prefix, suffix, total = block_sums(g, dot32)
-        decayed = jnp.exp(prefix)
-        E, Q = e * decayed, q * decayed
-        Kd = diagonal_factors(k, prefix, precision).astype(diagonal)
+    k = bt.load_tile(k_ref, tokens, kc).astype(f32)
+    q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
+    e = bt.load_tile(erase_ref, tokens, gate).astype(f32) * k
+    g = jnp.maximum(bt.load_tile(g_ref, tokens, kc).astype(f32), MIN_LOG_DECAY)
+    d = Decays.of(g, r, precision, interpret)
+    E, Q, K = e * d.up, q * d.up, k * d.down
 
-        slow, steps = slow_rows(prefix, precision)
-        A_exact, P_exact = exact_products((e, q), k, g, BLOCK if always_exact else steps)
-        A = jnp.where(slow[:, None], A_exact, dot_diagonal(E.astype(diagonal), Kd, (1, 1)))
-        P = jnp.where(slow[:, None], P_exact, dot_diagonal(Q.astype(diagonal), Kd, (1, 1)))
-        A = jnp.where(row > col, A, 0.0)
-        bt.store_tile(p_ref, local, local, jnp.where(row >= col, P, 0.0))
+    keys = d.anchored(k, precision).astype(diagonal)
+    A = dot_diagonal(E.astype(diagonal), keys, (1, 1))
+    P = dot_diagonal(Q.astype(diagonal), keys, (1, 1))
 
-        Eo, Qo = E.astype(op), Q.astype(op)
-        A_left = []
-        for b in range(a):
-            Kb = K_running[b].astype(op)
-            A_left.append(dot(Eo, Kb, (1, 1)))
-            bt.store_tile(p_ref, local, (b * BLOCK, BLOCK, None), dot(Qo, Kb, (1, 1)))
+    def exact(s, carry):
+        """Column j of every diagonal block, for rows that need it: j from last to first, with the sum of g over (j, i] at hand."""
+        span, A, P = carry
+        j = BLOCK - 1 - s
+        k_j, g_j = sizes.block_rows(k_ref, start, j), sizes.block_rows(g_ref, start, j)
+        weighted = jnp.where(r.row % BLOCK >= j, jnp.exp(span), 0.0) * k_j
+        here = (r.col == r.row // BLOCK * BLOCK + j) & d.slow(precision)
+        A = jnp.where(here, jnp.sum(e * weighted, axis=1)[:, None], A)
+        P = jnp.where(here, jnp.sum(q * weighted, axis=1)[:, None], P)
+        span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
+        return span, A, P
 
-        # Row a of M: M_aa, and M_ab = -M_aa sum_c A_ac M_cb.
-        M_a = {a: inverse(A, dot32)}
-        for b in range(a):
-            left = dot32(A_left[b], M[b][b])
-            for c in range(b + 1, a):
-                left += dot32(A_left[c], M[c][b])
-            M_a[b] = -dot32(M_a[a], left)
-        M.append(M_a)
+    _, A, P = lax.fori_loop(0, d.exact_steps(precision, always_exact), exact, (jnp.zeros_like(g), A, P))
+    A = jnp.where(r.same_block() & (r.row > r.col), A, 0.0)
+    P = jnp.where(r.same_block() & (r.row >= r.col), P, 0.0)
+    for half in r.levels():
+        keys = d.to_end(K, half).astype(op)
+        A = jnp.where(r.meet(half), dot(d.from_start(E, half).astype(op), keys, (1, 1)), A)
+        P = jnp.where(r.meet(half), dot(d.from_start(Q, half).astype(op), keys, (1, 1)), P)
 
-        bt.store_tile(qhat_ref, local, (0, sizes.bk, None), Q * base)
-        E_hat.append((E * base).astype(op))
-        W = sum(dot(M_a[b].astype(op), E_hat[b]) for b in range(a + 1))
-        bt.store_tile(w_ref, local, (0, sizes.bk, None), W)
-        for b in range(sizes.blocks):
-            tile = M_a[b] if b <= a else jnp.zeros((BLOCK, BLOCK), jnp.float32)
-            bt.store_tile(m_ref, local, (b * BLOCK, BLOCK, None), tile)
-            if b > a:
-                bt.store_tile(p_ref, local, (b * BLOCK, BLOCK, None), tile)
+    bt.store_tile(m_ref, all_c, all_c, A)
+    bt.store_tile(p_ref, all_c, all_c, P)
+    bt.store_tile(qhat_ref, all_c, all_k, d.from_start(Q, r.blocks))
+    bt.store_tile(ktil_ref, all_c, all_k, d.to_end(K, r.blocks))
+    decay = d.block[0]
+    for block in d.block[1:]:
+        decay *= block
+    bt.store_tile(decay_ref, (0, 1, None), all_k, decay)
+    if debug_refs:  # G and A of the formulas, for tests that compare tensor for tensor.
+        bt.store_tile(debug_refs[0], all_c, all_k, masked_sum(r.row >= r.col, g, precision, interpret))
+        bt.store_tile(debug_refs[1], all_c, all_c, A)
 
-        if debug_refs:  # G and A of the formulas, for tests that compare tensor for tensor.
-            bt.store_tile(debug_refs[0], local, (0, sizes.bk, None), prefix + base_log)
-            for b in range(sizes.blocks):
-                tile = A if b == a else A_left[b] if b < a else jnp.zeros((BLOCK, BLOCK), jnp.float32)
-                bt.store_tile(debug_refs[1], local, (b * BLOCK, BLOCK, None), tile)
-
-        block_decay = jnp.exp(total)
-        K_running = [x * block_decay for x in K_running] + [k * jnp.exp(suffix)]
-        base, base_log = base * block_decay, base_log + total
-
-    bt.store_tile(decay_ref, (0, 1, None), (0, sizes.bk, None), base)
-    for b in range(sizes.blocks):
-        bt.store_tile(ktil_ref, (b * BLOCK, BLOCK, None), (0, sizes.bk, None), K_running[b])
-
+    invert(m_ref, r, interpret)
+    M = bt.load_tile(m_ref, all_c, all_c).astype(op)
+    bt.store_tile(w_ref, all_c, all_k, dot(M, d.from_start(E, r.blocks).astype(op)))
     slab = min(sizes.bv, V_SLAB)
     for first in range(0, sizes.bv, slab):
-        y: list = []
-        for a in range(sizes.blocks):
-            rows = sizes.rows(start + a * BLOCK)
-            vc = sizes.v_cols(first, slab)
-            write = bt.load_tile(write_ref, rows, vc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
-            y.append((write * bt.load_tile(v_ref, rows, vc).astype(jnp.float32)).astype(op))
-            My = sum(dot(M[a][b].astype(op), y[b]) for b in range(a + 1))
-            bt.store_tile(y_ref, (first, slab, None), (a * BLOCK, BLOCK, None), My.T)
+        vc = sizes.v_cols(first, slab)
+        write = bt.load_tile(write_ref, tokens, vc if sizes.channelwise else (0, 1, None)).astype(f32)
+        y = (write * bt.load_tile(v_ref, tokens, vc).astype(f32)).astype(op)
+        bt.store_tile(y_ref, (first, slab, None), all_c, dot(y, M, (0, 1)))
 
 
 def kda_state(
@@ -204,11 +211,11 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
     write = erase if write is None else write
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
     tiles = [(C, bk), (C, bk), (C, bk), (bv, C), (C, C), (C, C), (1, bk)]
-    dtypes = [op] * 4 + [op] * 2 + [jnp.float32]
+    dtypes = [op, op, op, op, op, jnp.float32, jnp.float32]
     if debug:
-        dtypes[4:6] = [jnp.float32] * 2
         tiles += [(C, bk), (C, C)]
         dtypes += [jnp.float32] * 2
+        dtypes[4] = jnp.float32
     outputs = []
     for tile, dtype in zip(tiles, dtypes):
         shape, spec = sizes.chunk(*tile)

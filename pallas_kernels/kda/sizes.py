@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backend_triton import ceil_pow2
+from pallas_kernels.backend_triton import ceil_pow2, gather_tile
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 
 
@@ -76,28 +76,38 @@ class Sizes:
     def v_cols(self, start=0, size: int | None = None) -> tuple:
         return (start, self.bv if size is None else size, self.v_limit)
 
-    # Block specifications. Grids are (inner axis, B * HV): the inner axis varies fastest.
+    def block_rows(self, ref, start, j, cols: tuple | None = None) -> jax.Array:
+        """Row j of every row's own 16-row block, [C, bk] in float32, for a chunk that starts at `start`."""
+        first, size, limit = self.k_cols() if cols is None else cols
+        rows = start + jnp.arange(self.C)[:, None] // BLOCK * BLOCK + j
+        cols_ = first + jnp.arange(size)[None, :]
+        mask = None if self.row_limit is None else rows < self.row_limit
+        if limit is not None:
+            mask = cols_ < limit if mask is None else mask & (cols_ < limit)
+        return gather_tile(ref, rows, cols_, mask).astype(jnp.float32)
+
+    # Block specifications. A grid ends in (.., chunk or value tile, B * HV), and its first axis varies fastest.
     def head(self, array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         """[B, T, heads, dim] or [B, T, HV], seen as [T, dim] or [T, 1] by the program of one value head."""
         HV, group = self.HV, self.HV // array.shape[2]
         if len(array.shape) == 3:
-            return pl.BlockSpec((None, self.T, 1), lambda _, bh: (bh // HV, 0, bh % HV))
-        return pl.BlockSpec((None, self.T, None, array.shape[3]), lambda _, bh: (bh // HV, 0, bh % HV // group, 0))
+            return pl.BlockSpec((None, self.T, 1), lambda *i: (i[-1] // HV, 0, i[-1] % HV))
+        return pl.BlockSpec((None, self.T, None, array.shape[3]), lambda *i: (i[-1] // HV, 0, i[-1] % HV // group, 0))
 
     def state(self) -> pl.BlockSpec:
         """[B, HV, K, V], seen as [K, V]."""
         HV = self.HV
-        return pl.BlockSpec((None, None, self.K, self.V), lambda _, bh: (bh // HV, bh % HV, 0, 0))
+        return pl.BlockSpec((None, None, self.K, self.V), lambda *i: (i[-1] // HV, i[-1] % HV, 0, 0))
 
     def chunk(self, *tile: int) -> tuple[tuple[int, ...], pl.BlockSpec]:
         """An intermediate [B * HV, NT, *tile], seen as [*tile] by the program of one chunk."""
         zeros = (0,) * len(tile)
-        return (self.B * self.HV, self.nt, *tile), pl.BlockSpec((None, None, *tile), lambda n, bh: (bh, n, *zeros))
+        return (self.B * self.HV, self.nt, *tile), pl.BlockSpec((None, None, *tile), lambda *i: (i[-1], i[-2], *zeros))
 
     def chunks(self, *tile: int) -> tuple[tuple[int, ...], pl.BlockSpec]:
         """The same array, seen as [NT, *tile] by the program that walks over a head's chunks."""
         zeros = (0,) * len(tile)
-        return (self.B * self.HV, self.nt, *tile), pl.BlockSpec((None, self.nt, *tile), lambda _, bh: (bh, 0, *zeros))
+        return (self.B * self.HV, self.nt, *tile), pl.BlockSpec((None, self.nt, *tile), lambda *i: (i[-1], 0, *zeros))
 
 
 def operand_dtype(dtype, precision: str):
