@@ -131,7 +131,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+" when files differ from it; "" outside a checkout."""
+    """The checkout's commit, with "+" when files differ from it; BENCH_COMMIT, else "", outside a checkout."""
     root = pathlib.Path(__file__).resolve().parent.parent
     try:
         head = subprocess.run(
@@ -142,8 +142,8 @@ def commit() -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return head.stdout.strip() if head.returncode == 0 else ""
+        return os.environ.get("BENCH_COMMIT", "")
+    return head.stdout.strip() if head.returncode == 0 else os.environ.get("BENCH_COMMIT", "")
 
 
 def describe() -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Session:
         """The worker of that name, with its framework imported and its device woken up."""
         worker = self.workers[name]
         if not worker.awake:
-            worker.ask("init", START_LIMIT_S, framework=framework)
+            worker.ask("init", START_LIMIT_S, framework=framework, gpu=self.options.gpu)
             worker.awake = True
         return worker
 
@@ -384,6 +384,8 @@ class Session:
             "tune_s": run.info.get("tune_s"),
             "kernels": run.kernels,
             "traced": run.info.get("traced", []),
+            "explain": run.info.get("explain", []),
+            "graphs": run.info.get("graphs"),
             "launches": sum(kernel["count"] for kernel in run.kernels) if run.kernels else None,
             "note": "; ".join(filter(None, [run.info.get("note", ""), *run.notes])),
             "reads": traffic.reads,

@@ -3,8 +3,8 @@
     python -m bench.kda --impl=pallas,torch
     python -m bench.kda --impl=pallas,xla,torch,fla,jla --preset=report32,kimi8k --json out.json
 
---impl   arms: pallas, pallas_save, xla, recurrent, torch_loop, torch_solve, torch_compile, torch_compile_max,
-         fla_default, fla_safe, jla; groups: torch (eager row loop, eager solve_triangular, torch.compile),
+--impl   arms: pallas, pallas_save, xla, recurrent, torch_loop, torch_solve, torch_exact (no positive exponents),
+         torch_compile, torch_compile_max, fla_default, fla_safe, jla; groups: torch (eager row loop, eager solve_triangular, torch.compile),
          fla (both settings), peers (fla, jla), ours (pallas, xla, recurrent), all
 --preset report32, report16, kimi8k, train, few, many, long, cpu (default: report32 on a GPU, cpu without one)
 --shape  B,T,H,K[,V[,HV]] instead of a preset
@@ -234,6 +234,7 @@ def arms(dtype: str, precision: str | None = None) -> dict[str, Arm]:
         ours("recurrent", "recurrent"),
         torch("torch_loop", solve="substitution"),
         torch("torch_solve", solve="triangular"),
+        torch("torch_exact", solve="triangular", decay="exact"),
         torch("torch_compile", solve="triangular", compile="default"),
         torch("torch_compile_max", solve="triangular", compile="max-autotune-no-cudagraphs"),
         fla("fla_default", False),

@@ -34,36 +34,44 @@ def ours(case: Case, options: dict[str, Any]) -> Built:
     return Built(forward, note="interpret mode" if interpret else "")
 
 
-# torch.compile unrolls the loop over chunks, so that a whole-function compile of more chunks than this takes minutes.
-_COMPILED_CHUNKS = 64
+# A whole-function compile unrolls the loop over chunks. Beyond this many (what the report presets have) that takes
+# many minutes, and the parts are compiled once each and looped over instead.
+_WHOLE_CHUNKS = 32
 
 
 def torch_port(case: Case, options: dict[str, Any]) -> Built:
-    """The chunked PyTorch port: eager, or whole under torch.compile."""
+    """The chunked PyTorch port: eager, whole under torch.compile, or in compiled parts."""
     import torch
     import torch_ref.kda
 
     function = getattr(torch_ref.kda, f"chunk_{case.op}")
-    chunk = case.params["chunk"]
-    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(case.params["dtype"])
-    compile_mode = options.get("compile")
-    chunks = -(-case.params["T"] // chunk)
-    if compile_mode and chunks > _COMPILED_CHUNKS:
-        raise Unsupported(f"torch.compile unrolls {chunks} chunks: a whole-function compile takes many minutes")
+    p = case.params
+    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(p["dtype"])
+    settings: dict[str, Any] = {
+        "chunk_size": p["chunk"],
+        "solve": options["solve"],
+        "decay": options.get("decay", "factored"),
+        "matmul_dtype": dtype,
+    }
+    note = f"chunk {p['chunk']}, {settings['decay']} decay"
+    mode = options.get("compile")
+    whole = -(-p["T"] // p["chunk"]) <= _WHOLE_CHUNKS
+    if mode and torch.cuda.is_available() and not whole:
+        if mode != "default":
+            raise Unsupported(f"{mode} compiles whole functions, and this one has {-(-p['T'] // p['chunk'])} chunks")
+        settings["compile_parts"] = True
+        note += ", compiled in parts (a whole function would unroll every chunk)"
 
     def forward(inputs):
-        o, _ = function(
-            *(inputs[n] for n in _names(case)), chunk_size=chunk, solve=options["solve"], matmul_dtype=dtype
-        )
+        o, _ = function(*(inputs[n] for n in _names(case)), **settings)
         return {"o": o}
 
-    note = f"chunk {chunk}"
-    if compile_mode and torch.cuda.is_available():
-        forward = torch.compile(forward, mode=compile_mode, dynamic=False)
-    elif compile_mode:
+    if mode and not torch.cuda.is_available():
         # Inductor's C++ for this graph is some 40 files, minutes of compiling for times that mean nothing here.
         forward = torch.compile(forward, backend="aot_eager", dynamic=False)
         note += ", graph run by aot_eager on the CPU"
+    elif mode and whole:
+        forward = torch.compile(forward, mode=mode, dynamic=False)
     return Built(forward, note=note)
 
 

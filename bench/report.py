@@ -73,6 +73,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return "inf" if value > 0 else "nan"
     if value == 0:
         return "0"
+    if value < 0:
+        return "-" + number(-value, digits)
     if value >= 10**digits or value < 1e-4:
         return f"{value:.0f}" if value >= 10**digits else f"{value:.1e}"
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from bench.spec import Arm, Built, Case, Operator, load
 
 FLUSH_NAME = "bench_l2_flush"
 _FLUSH_BLOCK = 16384  # float32 elements one program of the flush writes: 64 KiB
+# Device records of torch's profiler that are no kernels: copies and fills by DMA, and annotations that span kernels.
+_NOT_KERNELS = ("Memcpy", "Memset", "gpu_", "ProfilerStep", "##", "Torch-Compiled Region", "Context Sync")
 _DEFAULT_L2 = 64 << 20  # only when the driver does not say
 
 
@@ -60,6 +63,10 @@ class Runtime:
 
     def put(self, array: np.ndarray) -> Any:
         return np.array(array)
+
+    def whole(self, array: Any) -> Any:
+        """An output as it should be before parts of it are taken."""
+        return array
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)
@@ -117,10 +124,15 @@ class JaxRuntime(Runtime):
         self.gpu = jax.default_backend() == "gpu"
         self.compiled: dict[tuple[str, bool], Any] = {}
         self.traced: dict[str, list[str]] = {}
+        self.explained: dict[str, list[str]] = {}
         super().__init__(operator, case, arm, inputs)
 
     def put(self, array: np.ndarray) -> Any:
         return self.jax.block_until_ready(self.jax.device_put(np.asarray(array)))
+
+    def whole(self, array: Any) -> Any:
+        # Every slice of a JAX array is a program to compile; copying the array to the host is quicker, up to a size.
+        return np.asarray(array) if array.nbytes < 1 << 28 else array
 
     def function(self, mode: str) -> Callable[..., Any]:
         if mode in self.built.modes:
@@ -153,10 +165,18 @@ class JaxRuntime(Runtime):
             if cold:
                 function = self._after_flush(function)
             function.__name__ = f"bench_{mode}{'_cold' if cold else ''}"
-            traced = self.jax.jit(function).trace(self.inputs)
+            jitted = self.jax.jit(function)
+            traced = jitted.trace(self.inputs)
             self.traced[mode] = sorted(set(pallas_names(traced.jaxpr)) - {FLUSH_NAME})
+            if not cold:
+                self.explained[mode] = self._explain(jitted)
             self.compiled[mode, cold] = traced.lower().compile()
         return self.compiled[mode, cold]
+
+    def _explain(self, jitted: Any) -> list[str]:
+        """What our own operators chose in an already traced function: implementation, configuration, kernels."""
+        ours = sys.modules.get("dormouse_jax")
+        return [] if ours is None else [str(call) for call in ours.explain(jitted, self.inputs)]
 
     def _after_flush(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` behind a kernel that writes 4x the L2, ordered by an optimization barrier, in one computation."""
@@ -211,6 +231,7 @@ class JaxRuntime(Runtime):
             # XLA takes one block for all temporaries and one for each output.
             "allocations": arrays + (1 if memory else 0),
             "traced": self.traced.get(mode, []),
+            "explain": self.explained.get(mode, []),
             "cold_error": cold_error,
         }
 
@@ -398,7 +419,7 @@ class TorchRuntime(Runtime):
         records = []
         for event in profile.profiler.kineto_results.events():
             name = event.name()
-            if event.device_type() != cuda or name.startswith(("Memcpy", "Memset", "gpu_", "ProfilerStep")):
+            if event.device_type() != cuda or name.startswith(_NOT_KERNELS):
                 continue
             records.append((name, event.start_ns(), event.duration_ns() / 1e6))
         return sorted(records, key=lambda r: r[1])

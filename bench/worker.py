@@ -25,8 +25,11 @@ class Worker:
     def __init__(self) -> None:
         self.runtime: runtimes.Runtime | None = None
 
-    def init(self, framework: str) -> dict[str, Any]:
-        """Imports the framework and wakes its device up, so that this can overlap with other workers' start."""
+    def init(self, framework: str, gpu: bool) -> dict[str, Any]:
+        """Imports the framework and wakes its device up, so that this can overlap with other workers' start.
+
+        gpu: whether there is one to use; a framework that cannot is an error, not a slow run on the host.
+        """
         start = time.perf_counter()
         if framework == "jax":
             import jax
@@ -35,10 +38,14 @@ class Worker:
             import jax.numpy as jnp
 
             jnp.zeros(8).block_until_ready()
+            if gpu and jax.default_backend() != "gpu":
+                raise runtimes.Unsupported(f"JAX finds no GPU, only {jax.default_backend()}: is its CUDA plugin there?")
         elif framework == "torch":
             import torch
 
-            if torch.cuda.is_available():
+            if gpu and not torch.cuda.is_available():
+                raise runtimes.Unsupported("torch finds no GPU: is it a CUDA build?")
+            if gpu:
                 torch.zeros(8, device="cuda")
                 torch.cuda.synchronize()
             else:
@@ -61,6 +68,7 @@ class Worker:
         run = self.runtime
         assert run is not None
         outputs = run.outputs(mode)
+        outputs = {name: run.whole(outputs[name]) for name in run.operator.tensors(mode)}
         for index, part in enumerate(run.operator.subset(run.case)):
             slices = {
                 name: run.to_numpy(run.operator.take(run.case, name, outputs[name], part))
