@@ -21,10 +21,10 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 Solve = Literal["substitution", "triangular"]
 Decay = Literal["exact", "factored"]
-Tensor = torch.Tensor
 
 # Where exp is 0 in the type that G is computed in, so that a cumulative sum over -inf stays finite.
 _GATE_FLOOR = {torch.float32: -127.0, torch.float64: -800.0}
@@ -62,8 +62,8 @@ def chunk_gdn2(
       chunk_size: C, a power of two. T need not be a multiple of it.
       solve: how M is found: "substitution" row by row, or "triangular" by `torch.linalg.solve_triangular`.
       decay: how exp(G_i - G_j) is formed. "exact" never exponentiates a positive number (`_products_exact`);
-        "factored" multiplies exp(G_i) with exp(-G_j), as everyday ports do: one product fewer per doubling of C, and
-        not finite once a chunk decays by more than e^88 in float32.
+        "factored" multiplies exp(G_i) with exp(-G_j), as everyday ports do: one large product instead of log2(C) small
+        ones, and not finite once a chunk decays by more than e^88 in float32.
       matmul_dtype: rounds both operands of every matrix product to this type, forward and backward, and accumulates in
         float32: the accuracy that 16-bit operands can have. The inverse is never rounded.
       return_intermediates: also return a dictionary.
@@ -97,7 +97,8 @@ def chunk_gdn2(
     S = q.new_zeros((B * HV, K, V), dtype=dtype) if initial_state is None else initial_state.to(dtype).flatten(0, 1)
     states, values = [], []
     # unbind and not an index: the gradient of n indices is n full arrays of zeros.
-    for W, My, Ktil, total in zip(*(x.unbind(1) for x in (chunks.W, chunks.My, chunks.Ktil, chunks.total)), strict=True):
+    per_chunk = (x.unbind(1) for x in (chunks.W, chunks.My, chunks.Ktil, chunks.total))
+    for W, My, Ktil, total in zip(*per_chunk, strict=True):
         states.append(S)
         S, U = step(S, W, My, Ktil, total, matmul_dtype)
         values.append(U)
@@ -209,7 +210,7 @@ def _products_exact(rows: Tensor, k: Tensor, g: Tensor, matmul_dtype) -> tuple[T
 
 
 def _products_factored(rows: Tensor, k: Tensor, g: Tensor, matmul_dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `_products_exact`, with exp(G_i - G_j) = exp(G_i) exp(-G_j): the second factor overflows when gates are strong."""
+    """As `_products_exact`, with exp(G_i - G_j) = exp(G_i) exp(-G_j): the second overflows when gates are strong."""
     G = g.cumsum(2)
     left, right = rows * G.exp()[..., None, :], k * (-G).exp()
     P, A = _matmul(left.flatten(2, 3), right.mT, matmul_dtype).unflatten(2, (-1, 2)).unbind(3)
@@ -237,10 +238,10 @@ def _step(S: Tensor, W: Tensor, My: Tensor, Ktil: Tensor, total: Tensor, matmul_
     return total * S + _matmul(Ktil.mT, U, matmul_dtype), U
 
 
-def _read(Qhat: Tensor, P: Tensor, states: list[Tensor], U: list[Tensor], matmul_dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _read(Qhat: Tensor, P: Tensor, states: list[Tensor], values: list[Tensor], matmul_dtype) -> tuple[Tensor, ...]:
     """o, states and U of all chunks, [N, NT, ...]."""
-    S, values = torch.stack(states, 1), torch.stack(U, 1)
-    return _matmul(Qhat, S, matmul_dtype) + _matmul(P, values, matmul_dtype), S, values
+    S, U = torch.stack(states, 1), torch.stack(values, 1)
+    return _matmul(Qhat, S, matmul_dtype) + _matmul(P, U, matmul_dtype), S, U
 
 
 def _chunked(x: Tensor, C: int) -> Tensor:
@@ -259,7 +260,7 @@ def _round(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class _RoundedMatmul(torch.autograd.Function):
-    """a @ b with both operands rounded to a dtype first, in the backward's two products too. Equal batch shapes only."""
+    """a @ b with both operands rounded to a dtype first, also in the two products of the backward. No broadcasting."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

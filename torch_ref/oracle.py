@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 # Pairs of (batch, head) run together in groups whose float64 states take about this much, so that they stay in cache.
 _GROUP_BYTES = 1 << 18
@@ -85,7 +86,9 @@ def recurrent_vjp(
     do: Any,
     dfinal_state: Any = None,
 ) -> dict[str, np.ndarray]:
-    """The recurrence and its hand-written reverse in float64: the gradient of sum(o * do) + sum(final_state * dfinal_state).
+    """The recurrence and its hand-written reverse in float64.
+
+    Gradients are those of sum(o * do) + sum(final_state * dfinal_state).
 
     Args:
       q, k, v, g, erase, write, scale, initial_state: as in `recurrent_forward`.
@@ -125,15 +128,14 @@ def gdn2_oracle(
     Shapes as in `recurrent_forward`. Returns o and final_state and, when `do` is given, the gradients of
     `recurrent_vjp`.
     """
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     if do is None:
         if dfinal_state is not None:
             raise ValueError("oracle: dfinal_state needs do (give zeros for a loss on the final state alone)")
-        o, final_state = recurrent_forward(q, k, v, g, erase, write, scale=scale, initial_state=initial_state)
+        o, final_state = recurrent_forward(q, k, v, g, erase, write, scale=factor, initial_state=initial_state)
         return {"o": o, "final_state": final_state}
     return recurrent_vjp(
-        q, k, v, g, erase, write, scale=scale, initial_state=initial_state, do=do, dfinal_state=dfinal_state
+        q, k, v, g, erase, write, scale=factor, initial_state=initial_state, do=do, dfinal_state=dfinal_state
     )
 
 
@@ -219,7 +221,10 @@ class _Case:
 
 
 class _Group:
-    """N pairs of a case. Works on time-first segments: rows [L, N, 1, X], columns [L, N, X, 1], so that a token is a few products."""
+    """N pairs of a case, worked on in time-first segments.
+
+    Rows [L, N, 1, X] and columns [L, N, X, 1] make a token a few products.
+    """
 
     def __init__(self, case: _Case, pairs: list[tuple[int, int]]):
         self.case = case
@@ -229,14 +234,14 @@ class _Group:
         self.segments = [slice(start, min(start + length, case.T)) for start in range(0, case.T, length)]
         self.shape, self.length = (len(pairs), case.K, case.V), length
 
-    def forward(self) -> list[torch.Tensor]:
+    def forward(self) -> list[Tensor]:
         """Fills in o and the final state; returns the states that enter the segments."""
         S, checkpoints = self._state(self.case.S0), []
         for part in self.segments:
             checkpoints.append(S.clone())
             x = self._load(part)
-            _, x.o = self._run(x, [S] * (len(x.k) + 1))
-            self._store("o", part, x.o)
+            _, o = self._run(x, [S] * (len(x.k) + 1))
+            self._store("o", part, o)
         self.case.S1[self.batch, self.head] = S
         return checkpoints
 
@@ -251,7 +256,7 @@ class _Group:
             self._reverse(part, x, u, states, dS)
         self.case.dS0[self.batch, self.head] = dS
 
-    def _run(self, x: SimpleNamespace, S: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, x: SimpleNamespace, S: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """u and o of a segment. S[t] becomes the state before its token t; all may be one tensor, updated in place."""
         u, o = torch.empty_like(x.y), torch.empty_like(x.y)
         r = torch.empty_like(x.y[0]).unsqueeze(1)
@@ -264,7 +269,7 @@ class _Group:
             torch.bmm(q, after, out=o_t)
         return u, o
 
-    def _reverse(self, part: slice, x: SimpleNamespace, u: torch.Tensor, states: torch.Tensor, dS: torch.Tensor) -> None:
+    def _reverse(self, part: slice, x: SimpleNamespace, u: Tensor, states: Tensor, dS: Tensor) -> None:
         """Takes dS, in place, from the end of a segment to its start and fills in the segment's gradients."""
         dq, dk, de, dg = (torch.empty_like(x.k) for _ in range(4))
         do, du = self._time_first(self.case.do, part), torch.empty_like(u)
@@ -301,37 +306,37 @@ class _Group:
         x.e, x.y = x.erase * x.k, x.write * x.v
         return x
 
-    def _time_first(self, x: torch.Tensor, part: slice, head: torch.Tensor | None = None) -> torch.Tensor:
+    def _time_first(self, x: Tensor, part: slice, head: Tensor | None = None) -> Tensor:
         """A segment of [B, T, heads, X] as [L, N, X], a copy."""
         return x[self.batch, part, self.head if head is None else head].transpose(0, 1).contiguous()
 
-    def _store(self, name: str, part: slice, x: torch.Tensor) -> None:
+    def _store(self, name: str, part: slice, x: Tensor) -> None:
         """[L, N, X] into the case's [B, T, HV, X]; a gate without channels gets the sum over them."""
         target = getattr(self.case, name)
         if target.shape[-1] == 1:
             x = x.sum(-1, keepdim=True)
         target[self.batch, part, self.head] = x.transpose(0, 1)
 
-    def _state(self, given: torch.Tensor | None) -> torch.Tensor:
+    def _state(self, given: Tensor | None) -> Tensor:
         return torch.zeros(self.shape, dtype=torch.float64) if given is None else given[self.batch, self.head].clone()
 
 
-def _float64(x: Any) -> torch.Tensor:
-    if isinstance(x, torch.Tensor):
+def _float64(x: Any) -> Tensor:
+    if isinstance(x, Tensor):
         return x.detach().to("cpu", torch.float64)
     return torch.from_numpy(np.array(np.asarray(x), dtype=np.float64))
 
 
-def _check(name: str, x: torch.Tensor | None, *shapes: tuple[int, ...]) -> None:
+def _check(name: str, x: Tensor | None, *shapes: tuple[int, ...]) -> None:
     if x is not None and tuple(x.shape) not in shapes:
         raise ValueError(f"oracle: {name} must have shape {list(shapes[0])}, got {list(x.shape)}")
 
 
-def _rows(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _rows(x: Tensor) -> tuple[Tensor, ...]:
     return x.unsqueeze(-2).unbind()
 
 
-def _columns(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _columns(x: Tensor) -> tuple[Tensor, ...]:
     return x.unsqueeze(-1).unbind()
 
 
