@@ -264,16 +264,23 @@ class _RoundedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype, wide = dtype, a.dtype
-        a, b = a.to(dtype), b.to(dtype)
+        wide, a, b = a.dtype, a.to(dtype), b.to(dtype)
         ctx.save_for_backward(a, b)
-        return a.to(wide) @ b.to(wide)
+        return _wide_product(a, b, wide)
 
     @staticmethod
     def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None]:
-        wide = d.dtype
-        d, a, b = (x.to(ctx.dtype).to(wide) for x in (d, *ctx.saved_tensors))
-        return d @ b.mT, a.mT @ d, None
+        a, b = ctx.saved_tensors
+        wide, d = d.dtype, d.to(a.dtype)
+        return _wide_product(d, b.mT, wide), _wide_product(a.mT, d, wide), None
+
+
+def _wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """a @ b of 16-bit operands, accumulated and returned in a wider type: on tensor cores where there are some."""
+    if not a.is_cuda or wide != torch.float32:
+        return a.to(wide) @ b.to(wide)
+    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=wide)
+    return product.reshape(*a.shape[:-1], b.shape[-1])
 
 
 @functools.cache
