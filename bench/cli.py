@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def define(*, impl: str, preset: str, mode: str = "fwd,fwdbwd") -> None:
     """The flags that all operators have, with the operator's defaults."""
-    flags.DEFINE_list("impl", impl.split(","), "Arms and groups of arms to measure.")
+    flags.DEFINE_list("impl", impl.split(",") if impl else [], "Arms and groups of arms to measure.")
     flags.DEFINE_list("preset", preset.split(",") if preset else [], "Problem sizes by name; see the module's docstring.")
     flags.DEFINE_list("mode", mode.split(","), f"What to run: {', '.join(MODES)}.")
     flags.DEFINE_integer("rounds", None, "Rounds (default 10 on a GPU, 3 without one).", lower_bound=1)
@@ -122,13 +122,23 @@ def default_cache() -> pathlib.Path:
     return pathlib.Path(os.environ.get("BENCH_CACHE", ROOT / ".bench_cache"))
 
 
-def measure(jobs: Sequence[tuple[Case, Sequence[Arm]]], command: str) -> int:
-    """Measures every case with its arms, prints a table for each, writes --json after each. Returns the exit status.
+def measure(
+    jobs: Sequence[tuple[Case, Sequence[Arm]]],
+    command: str,
+    *,
+    path: pathlib.Path | None = None,
+    resume: bool = False,
+    default_rounds: int | None = None,
+) -> int:
+    """Measures every case with its arms, prints a table for each, writes the result file after each.
 
-    1 when an own arm is WRONG or any arm IMPOSSIBLE; absent peers and unmeasured arms do not fail the command.
+    path: the result file; None takes --json. resume: cases whose rows are all in that file already are not run again;
+    a file of another device is refused. Returns the exit status: 1 when an own arm is WRONG or any arm IMPOSSIBLE;
+    absent peers and unmeasured arms do not fail the command.
     """
     console = Console(width=WIDTH, highlight=False)
     header = device.describe()
+    gpu = header["gpu"]
     document: dict[str, Any] = {
         "schema": results.SCHEMA,
         "command": shlex.join(["python", "-m", command, *sys.argv[1:]]),
@@ -136,13 +146,22 @@ def measure(jobs: Sequence[tuple[Case, Sequence[Arm]]], command: str) -> int:
         "rooflines": None,
         "rows": [],
     }
-    path = pathlib.Path(FLAGS.json) if FLAGS.json else None
+    if path is None and FLAGS.json:
+        path = pathlib.Path(FLAGS.json)
+    wanted = modes()
+    todo = list(jobs)
+    if resume and path is not None and path.exists():
+        document["rows"] = _done(results.load(path), header)
+        have = {results.key(row) for row in document["rows"]}
+        todo = [(case, arms) for case, arms in jobs if not _keys(case, arms, wanted) <= have]
+        again = {key for case, arms in todo for key in _keys(case, arms, wanted)}
+        document["rows"] = [row for row in document["rows"] if results.key(row) not in again]
     options = harness.Options(
-        modes=modes(),
-        rounds=FLAGS.rounds or (10 if header["gpu"] else 3),
+        modes=wanted,
+        rounds=FLAGS.rounds or default_rounds or (10 if gpu else 3),
         arm_limit=FLAGS.arm_limit,
         budget=FLAGS.budget,
-        gpu=header["gpu"],
+        gpu=gpu,
         seed=FLAGS.seed,
         cold=FLAGS.cold,
         warm=FLAGS.warm,
@@ -150,23 +169,26 @@ def measure(jobs: Sequence[tuple[Case, Sequence[Arm]]], command: str) -> int:
         logs=pathlib.Path(FLAGS.logs) if FLAGS.logs else None,
     )
     report.print_header(console, document)
-    bar = _Bar(Console(stderr=True, width=WIDTH))
+    if len(todo) < len(jobs):
+        console.print(f"{path}: {len(jobs) - len(todo)} of {len(jobs)} cases are done", markup=False)
     interrupted = False
-    with harness.Session(options, bar) as session:
-        for index, (case, arms) in enumerate(jobs):
+    with harness.Session(options) as session:
+        for case, arms in todo:
+            bar = _Bar(Console(stderr=True, width=WIDTH))
+            session.progress = bar
             with bar.bar:
                 try:
                     rows = session.measure(case, arms)
                 except harness.Interrupted as stop:
                     rows, interrupted = stop.rows, True
-            if index == 0 or document["rooflines"] is None:
+            if document["rooflines"] is None and session.probed:
                 document["rooflines"] = session.probed
                 report.print_rooflines(console, document)
             document["rows"] += rows
-            document["device"]["state_after"] = device.state() if header["gpu"] else {}
+            document["device"]["state_after"] = device.state() if gpu else {}
             if path:
                 results.save(path, document)
-            report.print_tables(console, rows, header["gpu"])
+            report.print_tables(console, rows, gpu)
             if interrupted:
                 break
     report.print_footer(console, document)
@@ -174,6 +196,22 @@ def measure(jobs: Sequence[tuple[Case, Sequence[Arm]]], command: str) -> int:
         raise KeyboardInterrupt
     bad = [r for r in document["rows"] if r["status"] == "IMPOSSIBLE" or (r["status"] == "WRONG" and r["ours"])]
     return 1 if bad else 0
+
+
+def _keys(case: Case, arms: Sequence[Arm], wanted: Sequence[str]) -> set[tuple[str, ...]]:
+    return {
+        results.key({**case.to_json(), "case": case.name, "mode": mode, "arm": arm.name})
+        for arm in arms
+        for mode in wanted
+    }
+
+
+def _done(old: Mapping[str, Any], header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an earlier run on this device that need no second one: interrupted or cut-off ones do."""
+    if old["device"]["kind"] != header["kind"]:
+        raise UsageError(f"the results there are of {old['device']['kind']}, this is {header['kind']}: use another --out")
+    again = ("interrupted", "the time budget", "round ")
+    return [row for row in old["rows"] if not (row["status"] == "NOT MEASURED" and row["reason"].startswith(again))]
 
 
 def run(main: Callable[[Sequence[str]], Any]) -> None:

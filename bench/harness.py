@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from bench import roofline, stats
-from bench.results import primary
 from bench.spec import Arm, Case, Operator, Traffic, load_arrays, missing_packages, operator, save_arrays
 from bench.workers import Worker, WorkerError
 
@@ -153,7 +152,7 @@ class Session:
                 if run.open and not self._enough(run):
                     run.reason = "interrupted"
         rows = [self._row(op, case, run) for run in runs]
-        judge(rows)
+        stats.judge(rows)
         if interrupted:
             raise Interrupted(rows)
         return rows
@@ -402,7 +401,7 @@ class Session:
         l2 = probed.get("l2_bytes")
         row["floor_ms"] = roofline.floor_ms(traffic, probed)
         row["fits_l2"] = bool(l2) and traffic.reads + traffic.writes <= l2
-        clock = primary(row)
+        clock = stats.primary(row)
         if clock is None or row["floor_ms"] <= 0:
             return
         time_ms = row["times"][clock]["median"]
@@ -466,31 +465,3 @@ def _fingerprint(op: Operator, case: Case, inputs: pathlib.Path) -> str:
             digest.update(f"{index}{name}{taken.dtype}{taken.shape}".encode())
             digest.update(taken.view(np.uint8).data)
     return f"{case.op}-{case.name}-{digest.hexdigest()[:20]}"
-
-
-def judge(rows: list[dict[str, Any]]) -> None:
-    """Adds "verdict" and, where there is something to compare with, "ratio" to the rows of one case.
-
-    Each row is compared with the fastest correct *other* arm of its table, on the same clock, round by round.
-    """
-    for row in rows:
-        row["verdict"] = row["status"]
-        row.pop("ratio", None)
-        if row["status"] != "OK":
-            continue
-        clock = primary(row)
-        others = [
-            other
-            for other in rows
-            if other is not row
-            and (other["mode"], other["case"], other["op"]) == (row["mode"], row["case"], row["op"])
-            and other["status"] == "OK"
-            and clock in other["times"]
-        ]
-        if not others or clock is None:
-            row["verdict"] = "ALONE"
-            continue
-        best = min(others, key=lambda other: other["times"][clock]["median"])
-        ratio = stats.paired_ratio(row["times"][clock]["samples"], best["times"][clock]["samples"])
-        row["ratio"] = {**ratio, "against": best["arm"], "clock": clock}
-        row["verdict"] = stats.compare(ratio)

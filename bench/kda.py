@@ -273,14 +273,15 @@ def cases(
     dtype: str | None = None,
     g: float | None = None,
     seed: int = 0,
+    name: str = "custom",
 ) -> list[Case]:
-    """Cases of one operator. A shape replaces the presets' and is called "custom"."""
+    """Cases of one operator. A shape replaces the presets' and goes by `name`."""
     if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
         raise UsageError(f"--dtype: {dtype!r} is not supported; choose from float32, bfloat16, float16")
     if g is not None and not g <= 0:
         raise UsageError(f"--g: a log decay is at most 0, got {g}")
     out = []
-    for name in ["custom"] if shape else cli.choose(presets, PRESETS, "--preset"):
+    for name in [name] if shape else cli.choose(presets, PRESETS, "--preset"):
         preset = Preset(1, 1, 1, 1, 1, "float32") if shape else PRESETS[name]
         params = dataclasses.asdict(preset) | {"HV": preset.H, "seed": seed}
         if shape:

@@ -146,14 +146,14 @@ def print_tables(console: Console, rows: Sequence[Mapping[str, Any]], gpu: bool)
 
 
 def _order(row: Mapping[str, Any]) -> float:
-    clock = results.primary(row)
+    clock = stats.primary(row)
     return row["times"][clock]["median"] if clock else math.inf
 
 
 def _cells(row: Mapping[str, Any], gpu: bool, with_backward: bool, forward: Mapping[str, Any] | None) -> list[Any]:
     times = row["times"]
     out, grad, ulp = error_cells(row, outputs_of(row))
-    clock = results.primary(row)
+    clock = stats.primary(row)
     backward = "-"
     if with_backward and forward and clock and forward.get(clock):
         backward = number(times[clock]["median"] - forward[clock]["median"])

@@ -14,8 +14,6 @@ from bench.spec import UsageError
 SCHEMA = "dormouse-bench/1"
 _TOP = ("schema", "command", "device", "rows")
 _ROW = ("op", "case", "params", "mode", "arm", "status")
-# A row's times, by the names `runtimes.sample` gives them, the primary ones first.
-CLOCKS = ("device_cold", "device_warm", "wall")
 
 
 def _plain(value: Any) -> Any:
@@ -92,8 +90,3 @@ def group(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], 
     for row in rows:
         out.setdefault(key(row)[:4], []).append(dict(row))
     return out
-
-
-def primary(row: Mapping[str, Any]) -> str | None:
-    """The clock that the row is judged by: cold device time, else warm, else wall; None without any time."""
-    return next((clock for clock in CLOCKS if row.get("times", {}).get(clock)), None)

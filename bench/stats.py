@@ -18,6 +18,9 @@ PEER_SLACK = 3.0
 # problems and the bandwidth probe is rough, so only the absurd is refused there.
 POSSIBLE_GPU, POSSIBLE_CPU = 0.95, 0.05
 _BOOTSTRAP = 2000
+# A row's times, by the names `runtimes.Runtime.sample` gives them, the primary ones first.
+CLOCKS = ("device_cold", "device_warm", "wall")
+CLOCK_TITLES = {"device_cold": "device, cold L2", "device_warm": "device, warm L2", "wall": "wall"}
 
 
 def eps(dtype: np.dtype) -> float:
@@ -101,6 +104,43 @@ def compare(ratio: Mapping[str, float]) -> str:
     if low > 1.0:
         return "SLOWER"
     return "AMBIGUOUS"
+
+
+def primary(row: Mapping[str, Any]) -> str | None:
+    """The clock that the row is judged by: cold device time, else warm, else wall; None without any time."""
+    return next((clock for clock in CLOCKS if row.get("times", {}).get(clock)), None)
+
+
+def fastest(rows: Sequence[dict[str, Any]], clock: str) -> dict[str, Any] | None:
+    """The fastest correct row on that clock."""
+    timed = [row for row in rows if row["status"] == "OK" and row["times"].get(clock)]
+    return min(timed, key=lambda row: row["times"][clock]["median"], default=None)
+
+
+def against(row: Mapping[str, Any], best: Mapping[str, Any], clock: str) -> dict[str, Any]:
+    """Paired ratio of two rows of one run, with the name of the other arm and the clock."""
+    ratio = paired_ratio(row["times"][clock]["samples"], best["times"][clock]["samples"])
+    return {**ratio, "against": best["arm"], "clock": clock}
+
+
+def judge(rows: list[dict[str, Any]]) -> None:
+    """Adds "verdict" and, where there is something to compare with, "ratio" to rows of one run and one case.
+
+    Each row is compared with the fastest correct *other* arm of its mode, on the same clock, round by round. A row with
+    nothing to compare with is ALONE.
+    """
+    for row in rows:
+        row["verdict"] = row["status"]
+        row.pop("ratio", None)
+        clock = primary(row)
+        if row["status"] != "OK" or clock is None:
+            continue
+        best = fastest([other for other in rows if other is not row and other["mode"] == row["mode"]], clock)
+        if best is None:
+            row["verdict"] = "ALONE"
+            continue
+        row["ratio"] = against(row, best, clock)
+        row["verdict"] = compare(row["ratio"])
 
 
 def geomean(values: Sequence[float]) -> float:
