@@ -102,7 +102,7 @@ def with_interval(summary: Mapping[str, float] | None) -> str:
         return "-"
     median = summary["median"]
     away = 100 * max(summary["high"] - median, median - summary["low"]) / median if median else 0.0
-    return f"{number(median)} ±{number(away, 2)}%"
+    return f"{number(median)} ±{away:.{1 if away < 9.95 else 0}f}%"
 
 
 def outputs_of(row: Mapping[str, Any]) -> list[str]:

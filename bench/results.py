@@ -84,9 +84,9 @@ def key(row: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     return (row["op"], row["case"], json.dumps(row["params"], sort_keys=True), row["mode"], row["arm"])
 
 
-def group(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
+def group(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Any]]:
     """Rows by table (operator, preset, parameters, mode), in order of appearance."""
-    out: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    out: dict[tuple[str, ...], list[Any]] = {}
     for row in rows:
-        out.setdefault(key(row)[:4], []).append(dict(row))
+        out.setdefault(key(row)[:4], []).append(row)
     return out

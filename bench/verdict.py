@@ -81,7 +81,7 @@ def families(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict
 
 
 def table(entries: Sequence[Mapping[str, Any]]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     for name in ("operator", "case", "mode", "arm", "err", "worst grad", "ms", "best other", "ms", "ratio", "%fl"):
         out.add_column(name, justify="right" if name in ("err", "ms", "ratio", "%fl") else "left", no_wrap=True)
     out.add_column("verdict", no_wrap=True)
