@@ -35,7 +35,6 @@ PALETTE = {
     "torch_compile_max": "#b0521a",
 }
 _SPARE = ("#666666", "#999999", "#444444", "#bbbbbb")
-_MARKERS = "oDs^vPX<>*"
 LABELS = {
     "fla_default": "FLA",
     "fla_safe": "FLA safe_gate",
@@ -55,13 +54,12 @@ Row = Mapping[str, Any]
 
 
 class Style:
-    """Color, marker and label by arm, fixed for a whole figure set."""
+    """Color and label by arm, fixed for a whole figure set."""
 
     def __init__(self, arms: Sequence[str]):
         self.arms = sorted(arms, key=lambda a: (list(PALETTE).index(base(a)) if base(a) in PALETTE else 99, a))
         spare = iter(_SPARE * 10)
         self.color = {arm: PALETTE.get(base(arm)) or next(spare) for arm in self.arms}
-        self.marker = {arm: _MARKERS[i % len(_MARKERS)] for i, arm in enumerate(self.arms)}
 
     def label(self, arm: str) -> str:
         return LABELS.get(base(arm), base(arm)) + arm.removeprefix(base(arm))
@@ -117,7 +115,7 @@ def _clock(rows: Sequence[Row]) -> str:
     return next((clock for clock in stats.CLOCKS if clock in have), "wall")
 
 
-def _dots(
+def _panels(
     plt: Any,
     rows: Sequence[Row],
     style: Style,
@@ -128,79 +126,98 @@ def _dots(
     faint: Callable[[Row], float | None] | None = None,
     tick: Callable[[Row], float | None] | None = None,
     tick_label: str = "",
-    log: bool = True,
-    text: Callable[[float], str] | None = None,
+    text: Callable[[float], str] = report.number,
     rule: float | None = None,
+    ascending: bool = True,
 ) -> Any:
-    """A dot plot: a panel a mode, a line a case, a dot an arm; the best and our own dot carry their numbers."""
+    """A panel a mode, a band a case, in it a line an arm (the best on top): dot, number and name side by side."""
     modes = _by_mode(rows)
-    most = max(len(cases) for cases in modes.values())
+    heights = {}  # case -> lines that its band needs, the same in every panel
+    for cases in modes.values():
+        for case, members in cases.items():
+            shown = sum(_drawable(value(row)) for row in members)
+            heights[case] = max(heights.get(case, 1), shown)
+    bottoms, y = {}, 0.0
+    for case in heights:
+        bottoms[case] = y
+        y += heights[case] + 0.9
     figure, axes = plt.subplots(
-        1, len(modes), figsize=(3.2 + 3.9 * len(modes), 1.9 + 0.62 * most), squeeze=False, sharey=len(modes) > 1
+        1, len(modes), figsize=(2.6 + 4.6 * len(modes), 1.3 + 0.175 * y), squeeze=False, sharey=True
     )
-    seen: dict[str, Any] = {}
     for axis, (mode, cases) in zip(axes[0], modes.items(), strict=True):
-        for y, members in enumerate(cases.values()):
-            axis.axhline(y, color="#efefef", linewidth=6, zorder=0)
-            values = {}
-            for row in members:
-                x = value(row)
-                if x is None or not math.isfinite(x) or (log and x <= 0):
-                    continue
-                values[row["arm"]] = x
-                ours = bool(row.get("ours"))
-                soft = faint(row) if faint else None
-                color, marker = style.color[row["arm"]], style.marker[row["arm"]]
-                if soft is not None:
-                    axis.plot([soft], [y], marker, color=color, alpha=0.28, markersize=6, markeredgewidth=0)
-                (seen[row["arm"]],) = axis.plot(
-                    [x],
-                    [y],
-                    marker,
-                    color=color,
-                    markersize=9 if ours else 7,
-                    markeredgecolor="white",
-                    markeredgewidth=0.8,
-                    linestyle="none",
-                    zorder=4 if ours else 3,
-                )
+        axis.set_xscale("log")
+        for case, members in cases.items():
+            bottom, height = bottoms[case], heights[case]
+            axis.axhspan(bottom - 0.6, bottom + height - 0.4, color="#f5f5f5", zorder=0)
             floor = tick(members[0]) if tick else None
             if floor:
-                axis.plot([floor, floor], [y - 0.36, y + 0.36], color="#222222", linewidth=1.4, linestyle=(0, (2, 1.2)))
-            mine = next((a for a in values if base(a) == "pallas"), None)
-            if text is not None and mine is not None:
-                axis.annotate(
-                    text(values[mine]),
-                    (values[mine], y),
-                    xytext=(0, 8),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=7.5,
-                    color=style.color[mine],
-                    fontweight="bold",
-                )
-        if log:
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(lambda x, _: report.number(x))
+                axis.plot([floor] * 2, [bottom - 0.6, bottom + height - 0.4], color="#222222", lw=1.2, ls=(0, (2, 1.2)))
+            drawn = [(value(row), row) for row in members]
+            drawn = sorted(((x, row) for x, row in drawn if _drawable(x)), key=lambda pair: pair[0], reverse=ascending)
+            for line, (x, row) in enumerate(drawn, start=height - len(drawn)):
+                _dot(axis, bottom + line, x, row, faint(row) if faint else None, style, text)
         if rule is not None:
             axis.axvline(rule, color="#222222", linewidth=1)
+        _log_ticks(axis)
         axis.set_title(MODE_TITLES[mode].split(" (")[0])
         axis.set_xlabel(xlabel)
-        axis.set_yticks(range(len(cases)), [_case_label(members[0]) for members in cases.values()], fontsize=7.5)
-        axis.set_ylim(-0.6, len(cases) - 0.3)
-        axis.margins(x=0.08)
-    handles = [seen[arm] for arm in style.arms if arm in seen]
-    labels = [style.label(arm) for arm in style.arms if arm in seen]
-    if tick_label:
-        handles.append(plt.Line2D([], [], color="#222222", linewidth=1.4, linestyle=(0, (2, 1.2))))
-        labels.append(tick_label)
-    columns = min(6, max(1, len(labels)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    lines = -(-len(labels) // columns)
+        axis.set_ylim(-0.9, y - 0.6)
+        low, high = axis.get_xlim()
+        axis.set_xlim(low, high * (high / low) ** 0.48)  # room for the names right of the dots
+    labels = {case: _case_label(members[0]) for cases in modes.values() for case, members in cases.items()}
+    axes[0][0].set_yticks([bottoms[c] + (heights[c] - 1) / 2 for c in bottoms], [labels[c] for c in bottoms], fontsize=7.5)
+    first = next(iter(modes.values()))
+    top = next((case for case in reversed(bottoms) if case in first), None)
+    if tick is not None and top is not None and tick(first[top][0]):
+        axes[0][0].annotate(
+            tick_label,
+            (tick(first[top][0]), bottoms[top] + heights[top] - 0.4),
+            xytext=(3, 2),
+            textcoords="offset points",
+            fontsize=7.5,
+            color="#222222",
+        )
     height = figure.get_figheight()
-    figure.tight_layout(rect=(0, 0.23 * lines / height, 1, 1 - 0.05 / height))
-    figure.legend(handles, labels, loc="lower center", ncol=columns, frameon=False, fontsize=8, handletextpad=0.3)
+    figure.suptitle(title, x=0.01, y=1 - 0.08 / height, ha="left", va="top", fontsize=11, fontweight="bold")
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.05 / height))
     return figure
+
+
+def _drawable(x: float | None) -> bool:
+    return x is not None and math.isfinite(x) and x > 0
+
+
+def _dot(axis: Any, y: float, x: float, row: Row, soft: float | None, style: Style, text: Callable[[float], str]) -> None:
+    color, ours = style.color[row["arm"]], base(row["arm"]) == "pallas"
+    right = x
+    if soft is not None and _drawable(soft):
+        axis.plot([x, soft], [y, y], color=color, alpha=0.25, linewidth=1.2, zorder=2)
+        axis.plot([soft], [y], "o", color=color, alpha=0.35, markersize=5, markeredgewidth=0, zorder=2)
+        right = max(x, soft)
+    axis.plot([x], [y], "o", color=color, markersize=7.5 if ours else 6, markeredgewidth=0, zorder=3)
+    axis.annotate(
+        f"{text(x)}  {style.label(row['arm'])}",
+        (right, y),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7,
+        color=color,
+        fontweight="bold" if ours else "normal",
+        annotation_clip=False,
+        bbox={"facecolor": "#f5f5f5", "edgecolor": "none", "pad": 0.4},
+    )
+
+
+def _log_ticks(axis: Any) -> None:
+    """1, 2, 5 where a decade or two are shown, powers of ten where it is more; plain numbers."""
+    from matplotlib import ticker
+
+    low, high = axis.get_xlim()
+    subs = (1.0, 2.0, 5.0) if high / low < 300 else (1.0,)
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if 1e-4 <= x < 1e5 else f"1e{round(math.log10(x))}")
 
 
 def _worst(row: Row, what: str) -> float | None:
@@ -228,7 +245,7 @@ def figures(rows: Sequence[Row], device: Mapping[str, Any]) -> dict[str, Any]:
 
     ratios = _speedups(rows, clock)
     out = {
-        "time": _dots(
+        "time": _panels(
             plt,
             rows,
             style,
@@ -238,9 +255,8 @@ def figures(rows: Sequence[Row], device: Mapping[str, Any]) -> dict[str, Any]:
             faint=wall,
             tick=lambda row: row["floor_ms"],
             tick_label="roofline",
-            text=report.number,
         ),
-        "roofline": _dots(
+        "roofline": _panels(
             plt,
             rows,
             style,
@@ -248,17 +264,17 @@ def figures(rows: Sequence[Row], device: Mapping[str, Any]) -> dict[str, Any]:
             "% of the roofline (100: no call can be faster)",
             f"{op}: share of the roofline, {where}",
             text=lambda x: f"{x:.0f} %",
+            ascending=False,
         ),
-        "memory": _dots(
+        "memory": _panels(
             plt,
             rows,
             style,
             lambda row: row["memory_bytes"] / 2**20 if row.get("memory_bytes") else None,
             "MiB beyond inputs and outputs",
             f"{op}: memory, {where}",
-            text=report.number,
         ),
-        "accuracy": _dots(
+        "accuracy": _panels(
             plt,
             rows,
             style,
@@ -269,14 +285,16 @@ def figures(rows: Sequence[Row], device: Mapping[str, Any]) -> dict[str, Any]:
         ),
     }
     if ratios:
-        out["speedup"] = _dots(
+        out["speedup"] = _panels(
             plt,
             [row for row in rows if results.key(row) in ratios],
             style,
             lambda row: ratios[results.key(row)],
             f"times slower than pallas (ours), {name}",
             f"{op}: speed-up of pallas over each arm, {where}",
+            text=lambda x: f"{x:.2f}x",
             rule=1.0,
+            ascending=False,
         )
     return out
 
@@ -313,7 +331,7 @@ def main(argv: Sequence[str]) -> int:
         for name, figure in figures(rows, device).items():
             path = out / f"{prefix}{op}_{name}.{flags.FLAGS.format}"
             metadata = {"Date": None} if flags.FLAGS.format == "svg" else {"Software": None}
-            figure.savefig(path, metadata=metadata)
+            figure.savefig(path, metadata=metadata, bbox_inches="tight", pad_inches=0.12)
             print(path)
     return 0
 

@@ -1,0 +1,106 @@
+"""Fills the README's results between its markers from committed result files. Nothing there is typed.
+
+    python -m bench.readme [--results bench/results] [--check]
+
+The table is the verdict's: losses first. --check writes nothing and fails when the README is not up to date.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from bench import cli, report, results, stats
+from bench.plot import LABELS
+from bench.spec import MODE_TITLES, UsageError
+from bench.verdict import base, families, verdicts
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+_SHOWN = ("python", "jax", "torch", "triton", "fla-core", "jax-linear-attention")
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    return LABELS.get(base(row["arm"]), row["arm"]).replace(" (ours)", "")
+
+
+def markdown(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], root: pathlib.Path) -> str:
+    """The block between the markers."""
+    entries = verdicts(documents, "pallas")
+    if not entries:
+        raise UsageError("the results hold no row of arm 'pallas'")
+    lines = []
+    for device in sorted({entry["device"] for entry in entries}):
+        chosen = [doc for _, doc in documents if doc["device"]["kind"] == device]
+        mine = [entry for entry in entries if entry["device"] == device]
+        versions = {k: v for doc in chosen for k, v in doc["device"]["versions"].items()}
+        dates = sorted({doc["device"]["date"].split()[0] for doc in chosen})
+        driver = chosen[0]["device"].get("driver")
+        clocks = {entry["clock"] for entry in mine if entry.get("clock")}
+        clock = next((c for c in stats.CLOCKS if c in clocks), "wall")
+        stack = ", ".join(f"{k} {versions[k]}" for k in _SHOWN if k in versions)
+        lines += [
+            f"**{device}**, {', '.join(dates)}{f', driver {driver}' if driver else ''}; {stack}.",
+            f"Milliseconds of {stats.CLOCK_TITLES[clock]}; ratio: ours over the fastest correct other implementation in "
+            "the same run, below 1 is a win. Losses first.",
+            "",
+            "| operator, case | | ours | error, worst gradient | fastest other | ratio | of the roofline | verdict |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [_line(entry) for entry in mine]
+        lines.append("")
+        for (op, mode), family in families(mine).items():
+            if family["ratios"]:
+                ratio, case = family["worst"]
+                lines.append(
+                    f"* {op}, {MODE_TITLES[mode]}: geometric mean of the ratios {family['geomean']:.2f}, worst "
+                    f"{ratio:.2f} ({case}), {family['wins']} of {family['n']} faster."
+                )
+    figures = [p for path, _ in documents for p in sorted(path.parent.glob("*_time.png"))]
+    for figure in dict.fromkeys(figures):
+        lines += ["", f"![{figure.stem.replace('_', ' ')}]({figure.relative_to(root).as_posix()})"]
+    files = ", ".join(f"`{path.relative_to(root).as_posix()}`" for path, _ in documents)
+    lines += ["", f"From {files} by `python -m bench.readme`; raw samples are in there."]
+    return "\n".join(lines)
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    row, best, clock = entry["row"], entry["best"], entry.get("clock")
+    error, gradient, _ = report.error_cells(row, report.outputs_of(row))
+    accuracy = error if gradient == "-" else f"{error}, {gradient}"
+    other = f"{_label(best)} ({best['precision']}) {report.number(best['times'][clock]['median'])}" if best else "-"
+    ratio = entry["ratio"]
+    shown = f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]" if ratio else "-"
+    share = f"{100 * row['floor_share']:.0f} %" if row.get("floor_share") else "-"
+    time = report.number(row["times"][clock]["median"]) if clock else "-"
+    verdict = entry["verdict"] + (f": {row['reason']}" if row["reason"] else "")
+    return (
+        f"| {row['op']} {row['case']} ({row.get('title', '')}) | {MODE_TITLES[row['mode']].split(' (')[0]} | "
+        f"{time} ({row['precision']}) | {accuracy} | {other} | {shown} | {share} | {verdict.replace('|', '/')} |"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    cli.no_positional(argv)
+    readme = cli.ROOT / "README.md"
+    folder = pathlib.Path(flags.FLAGS.results).resolve()
+    text = readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise UsageError(f"{readme}: needs one {BEGIN} before one {END}")
+    head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
+    filled = f"{head}{BEGIN}\n{markdown(results.load_folder(folder), cli.ROOT)}\n{tail}"
+    if flags.FLAGS.check:
+        if filled != text:
+            raise UsageError(f"{readme}: not up to date with {folder}; run python -m bench.readme")
+    else:
+        readme.write_text(filled)
+        print(readme)
+    return 0
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("results", str(cli.ROOT / "bench" / "results"), "Folder of the committed results.")
+    flags.DEFINE_bool("check", False, "Only say whether the README is up to date.")
+    cli.run(main)
