@@ -19,9 +19,9 @@ _warned: set[str] = set()
 def interpret_kernels() -> Iterator[None]:
     """Runs Pallas kernels in interpret mode: the same kernel code, slow, on any device. For tests.
 
-    Inside it the default implementation is the Pallas one on every device. The environment variable DORMOUSE_INTERPRET=1
-    does the same for a whole process. Both are read when a public function is called, and hold for its backward too; a
-    function that `jax.jit` has traced before keeps what it was traced with.
+    Inside it the default implementation is the Pallas one on every device. The environment variable
+    DORMOUSE_INTERPRET=1 does the same for a whole process. Both are read when a public function is called, and hold
+    for its backward too; a function that `jax.jit` has traced before keeps what it was traced with.
     """
     token = _interpret.set(True)
     try:
@@ -69,4 +69,4 @@ def warn_once(message: str) -> None:
     """Warns of a slower implementation, once a process for each message."""
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warnings.warn(message, RuntimeWarning, stacklevel=5)

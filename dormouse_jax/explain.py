@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
-# The record of every traced operator call by the name of the jitted function that it runs in: a name is all that a jaxpr
-# keeps of it. Names are made from what the record says, so that one name never means two things.
+# The record of every traced operator call by the name of the jitted function that it runs in: a name is all that a
+# jaxpr keeps of it. Names are made from what the record says, so that one name never means two things.
 _records: dict[str, OperatorCall] = {}
 
 
@@ -22,7 +22,7 @@ class OperatorCall:
 
     Attributes:
       operator: "kda" or "gdn2".
-      direction: "forward", "forward with residuals" (the forward of a differentiated call that keeps some) or "backward".
+      direction: "forward", "forward with residuals" (of a differentiated call that keeps some) or "backward".
       implementation: the one that runs.
       precision: the precision of its products.
       interpret: whether its kernels run in interpret mode.
@@ -52,16 +52,16 @@ class OperatorCall:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[OperatorCall]:
     """What every operator call inside `fn(*args, **kwargs)` runs, in program order, backward calls included.
 
-    It reads the jaxpr of `fn` and runs nothing. Of a function that `jax.jit` has traced before, that is the jaxpr it was
-    traced to.
+    It reads the jaxpr of `fn` and runs nothing. Of a function that `jax.jit` has traced before, that is the jaxpr it
+    was traced to.
 
     Args:
       fn: a function of arrays, jitted or not.
       *args, **kwargs: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      One `OperatorCall` for every call in the program; a call in a loop counts once. The implementations "recurrent" has
-      no backward of its own: what JAX derives from it appears as further forward calls.
+      One `OperatorCall` for every call in the program; a call in a loop counts once. The implementation "recurrent"
+      has no backward of its own: what JAX derives from it appears as further forward calls.
 
     >>> for call in dormouse_jax.explain(jax.grad(loss), params, batch):
     ...     print(call)

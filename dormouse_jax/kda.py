@@ -1,7 +1,8 @@
 """Kimi Delta Attention and Gated DeltaNet-2: the public operators `kda` and `gdn2`.
 
-Both are the gated delta rule; `kda` gates what is erased and what is written with one beta per token, `gdn2` with a vector
-each. Below: the public functions, validation, dispatch, forward, backward, and the `custom_vjp` that joins the last two.
+Both are the gated delta rule; `kda` gates what is erased and what is written with one beta per token, `gdn2` with a
+vector each. Below: the public functions, validation, dispatch, forward, backward, and the `custom_vjp` that joins the
+last two.
 """
 
 from __future__ import annotations
@@ -56,29 +57,31 @@ def kda(
         S_t  = S + beta_t k_t (v_t - S^T k_t)^T
         o_t  = scale S_t^T q_t
 
-    per batch element and value head, with S_0 = `initial_state`. B batch, T >= 1 tokens, H query/key heads, HV value heads
-    (a multiple of H: value head h reads query/key head h // (HV / H)), K key dim and V value dim, each from 1 to 256.
+    per batch element and value head, with S_0 = `initial_state`. B batch, T >= 1 tokens, H query/key heads, HV value
+    heads (a multiple of H: value head h reads query/key head h // (HV / H)), K key dim and V value dim, each from 1 to
+    256.
 
     Args:
       q, k: `[B, T, H, K]`, float32, bfloat16 or float16, or float64 with implementation="recurrent".
       v: `[B, T, HV, V]`, q's dtype.
-      g: `[B, T, HV, K]`, the natural log of the decay, <= 0; -inf forgets the state. Any of the three float dtypes, as all
-        gates and states; they are handled in float32.
+      g: `[B, T, HV, K]`, the natural log of the decay, <= 0; -inf forgets the state. Any of the three float dtypes, as
+        all gates and states; they are handled in float32.
       beta: `[B, T, HV]`, the strength of the correction.
       scale: a Python number; K^-1/2 by default.
       initial_state: `[B, HV, K, V]`; zeros by default.
       output_final_state: whether to return the state after the last token.
       safe_gate: accepted for the sake of callers of flash-linear-attention; every gate is safe here.
       state_v_first: whether the states given and returned are `[B, HV, V, K]`.
-      chunk_size: tokens that are computed at once: 16, 32, 64 or 128. By default the implementation's choice; "recurrent"
-        has no chunks.
-      precision: of the matrix products. "fp32" (float32-accurate; the default for float32 inputs), "tf32" (one TF32 pass,
-        float32 inputs) or "16bit" (16-bit operands with float32 accumulation; the default for bfloat16 and float16).
+      chunk_size: tokens that are computed at once: 16, 32, 64 or 128. By default the implementation's choice;
+        "recurrent" has no chunks.
+      precision: of the matrix products. "fp32" (float32-accurate; the default for float32 inputs), "tf32" (one TF32
+        pass, float32 inputs) or "16bit" (16-bit operands with float32 accumulation; the default for bfloat16 and
+        float16).
       residuals: what a differentiated call keeps for its backward. "recompute" keeps the inputs alone; "save" keeps
         intermediates as well, for a faster backward. JAX differentiates "recurrent" in its own way.
-      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic", "xla" (chunked
-        jnp) or "recurrent" (`lax.scan` over tokens; the only one with forward-mode derivatives). None takes "pallas" on an
-        NVIDIA GPU and under `interpret_kernels()`, where it can serve the call, and "xla" elsewhere.
+      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic", "xla"
+        (chunked jnp) or "recurrent" (`lax.scan` over tokens; the only one with forward-mode derivatives). None takes
+        "pallas" on an NVIDIA GPU and under `interpret_kernels()`, where it can serve the call, and "xla" elsewhere.
       use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, A_log,
         dt_bias, cu_seqlens, segment_ids: not implemented yet.
 
@@ -139,7 +142,7 @@ def gdn2(
     residuals: str = "recompute",
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Gated DeltaNet-2: the gated delta rule with an erase gate for each key channel and a write gate for each value channel.
+    """Gated DeltaNet-2: the gated delta rule with an erase gate a key channel and a write gate a value channel.
 
         S   <- diag(exp(g_t)) S_{t-1}
         S_t  = S + k_t (write_t * v_t - S^T (erase_t * k_t))^T
@@ -217,8 +220,8 @@ def _refuse_options(operator: str, **options: Any) -> None:
 def _validate(operator: str, inputs: dict[str, Any], state: Any, options: _Options):
     """Checks everything about a call that can be known without values.
 
-    Returns q, k, v, g, erase, write and the state as `[B, HV, K, V]` arrays in the dtypes that implementations take (write
-    None for kda), and the options with their defaults filled in.
+    Returns q, k, v, g, erase, write and the state as `[B, HV, K, V]` arrays in the dtypes that implementations take
+    (write None for kda), and the options with their defaults filled in.
     """
     arrays = {name: check.as_array(operator, name, x) for name, x in inputs.items()}
     q, k, v, g = (arrays[name] for name in "qkvg")
@@ -278,7 +281,8 @@ def _validate_options(operator: str, options: _Options, dtype: str, K: int) -> _
         raise ValueError(f"{operator}: precision must be {expected} for inputs of dtype {dtype}, got {precision!r}")
     if dtype == "float64" and options.implementation not in (None, "recurrent"):
         raise NotImplementedError(
-            f"{operator}: implementation={options.implementation!r} cannot serve this call: only 'recurrent' takes float64"
+            f"{operator}: implementation={options.implementation!r} cannot serve this call: "
+            "only 'recurrent' takes float64"
         )
     scale = K**-0.5 if options.scale is None else check.as_float(operator, "scale", options.scale)
     return dataclasses.replace(options, scale=scale, precision=precision)
@@ -297,6 +301,7 @@ class _Plan:
     scale: float
     precision: str
     residuals: str
+    final_state: bool  # whether the final state is wanted
     interpret: bool
     passed_over: tuple[tuple[str, str], ...]
 
@@ -317,16 +322,20 @@ def _plan(operator, options, q, k, v, g, erase, write, state) -> _Plan:
             options.scale,
             options.precision,
             options.residuals,
+            bool(options.output_final_state),
             interpreted,
             tuple(passed_over),
         )
 
     if asked == "pallas_mosaic":
         raise NotImplementedError(
-            f"{operator}: implementation='pallas_mosaic' cannot serve this call: there is no Mosaic GPU kernel of it yet"
+            f"{operator}: implementation='pallas_mosaic' cannot serve this call: "
+            "there is no Mosaic GPU kernel of it yet"
         )
     if asked == "recurrent":
-        return plan("recurrent", None, [(name, "implementation='recurrent' was asked for") for name in ("pallas", "xla")])
+        return plan(
+            "recurrent", None, [(name, "implementation='recurrent' was asked for") for name in ("pallas", "xla")]
+        )
     passed_over = [("pallas_triton", "implementation='xla' was asked for")]
     if asked != "xla":
         try:
@@ -388,7 +397,8 @@ def _by_autodiff(plan, *inputs):
 
 
 def _recurrent(plan, *inputs):
-    return recurrent.forward(*inputs, scale=plan.scale)
+    o, final_state = recurrent.forward(*inputs, scale=plan.scale)
+    return o, final_state if plan.final_state else None
 
 
 # Forward
@@ -404,10 +414,13 @@ def _forward_saving(plan, q, k, v, g, erase, write, state):
 
 def _forward_kernels(plan, *inputs, save):
     if plan.implementation == "xla":
-        return chunked.forward(*inputs, scale=plan.scale, config=plan.config, save=save)
-    return _triton_kernels().forward(
-        *inputs, scale=plan.scale, precision=plan.precision, config=plan.config, interpret=plan.interpret, save=save
-    )
+        o, final_state, residuals = chunked.forward(*inputs, scale=plan.scale, config=plan.config, save=save)
+    else:
+        o, final_state, residuals = _triton_kernels().forward(
+            *inputs, scale=plan.scale, precision=plan.precision, config=plan.config, interpret=plan.interpret, save=save
+        )
+    # A state that nobody wants is left out here, so that its gradient is None in the backward, not an array of zeros.
+    return o, final_state if plan.final_state else None, residuals
 
 
 # Backward

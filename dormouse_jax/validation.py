@@ -47,7 +47,7 @@ def require_choice(operator: str, name: str, value: Any, choices: Sequence[Any])
 
 
 def as_float(operator: str, name: str, value: Any) -> float:
-    """A Python number out of `value`, or a TypeError that names it: a traced number cannot be compiled into a kernel."""
+    """A Python number out of `value`, or a TypeError that names it: kernels are compiled for the number."""
     try:
         return float(value)
     except (TypeError, ValueError, jax.errors.JAXTypeError):

@@ -8,7 +8,7 @@ Per chunk of C tokens, with S0 the state that enters it, G the cumulative sum of
     U = M y - W S0      o = Qhat S0 + P U    S1 = diag(exp(G_C)) S0 + Ktil^T U
 
 Everything but the states is computed for many chunks at once; the states follow in a scan. Long sequences go group of
-chunks by group of chunks, so that what is held at a time is bounded. Arrays of chunks are `[N, B, HV, C, dim]`, N chunks.
+chunks by group of chunks, so that what is held at a time is bounded. Arrays of N chunks are `[N, B, HV, C, dim]`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Rows of a block. Inside one, exp(G_i - G_j) is computed for every pair; between two, it is factored at the later block's
-# first row, where both factors are at most one.
+# Rows of a block. Inside one, exp(G_i - G_j) is computed for every pair; between two, it is factored at the later
+# block's first row, where both factors are at most one.
 BLOCK = 16
 
 # exp(-127) is 0 in float32: a stronger decay changes nothing, and -inf would make NaN of a difference.
@@ -130,8 +130,8 @@ def backward(
 ) -> tuple[jax.Array | None, ...]:
     """Chunked backward: gradients of q, k, v, g, erase, write and initial_state, None where the input is None.
 
-    Without residuals it computes everything again from the inputs; of long sequences it first finds the state that enters
-    each group of chunks.
+    Without residuals it computes everything again from the inputs; of long sequences it first finds the state that
+    enters each group of chunks.
     """
     layout = _Layout(q, v, config)
     inputs = tuple(layout.pad(x) for x in (q, k, v, g, erase, write))
@@ -164,8 +164,9 @@ def backward(
 
     dS = jnp.zeros_like(S0) if dfinal_state is None else dfinal_state.astype(jnp.float32)
     dS, grads = layout.scan(group, dS, kept, reverse=True)
-    grads = tuple(None if x is None else layout.join(dx) for x, dx in zip(inputs, grads, strict=True))
-    return *grads, None if initial_state is None else dS.astype(initial_state.dtype)
+    grads = [layout.join(d) for d in grads]
+    dwrite = None if write is None else grads[5]
+    return *grads[:5], dwrite, None if initial_state is None else dS.astype(initial_state.dtype)
 
 
 # Tokens and chunks
@@ -220,8 +221,8 @@ class _Layout:
 
 
 class _Decay(NamedTuple):
-    """G in two parts. `hi` is a multiple of 1/1024 and exact up to 2^24 of them, so that differences of a large G keep the
-    accuracy of a small one."""
+    """G in two parts. `hi` is a multiple of 1/1024 and exact up to 2^24 of them, so that differences of a large G keep
+    the accuracy of a small one."""
 
     hi: jax.Array
     lo: jax.Array
@@ -262,11 +263,12 @@ class _Chunks(NamedTuple):
 
 
 def _load(inputs, index, layout, scale):
-    q, k, v, g, erase, write = (None if x is None else layout.load(x, index) for x in inputs)
+    q, k, v, g, erase = (layout.load(x, index) for x in inputs[:5])
+    write = erase if inputs[5] is None else layout.load(inputs[5], index)
     g = jnp.maximum(g, STRONGEST_DECAY)
     hi = jnp.round(g * 1024) / 1024
     G = _Decay(jnp.cumsum(hi, axis=-2), jnp.cumsum(g - hi, axis=-2))
-    return _Inputs(scale * q, k, v, erase, erase if write is None else write, erase * k, G)
+    return _Inputs(scale * q, k, v, erase, write, erase * k, G)
 
 
 # Forward
@@ -434,7 +436,8 @@ def _gradients(inputs, x, c, states, U, dO, dS1, dU, layout, scale, products):
     dq_pairs, de_pairs, dk_pairs = _pair_gradients(x, dA, strictly * dP)
 
     # g_t decays all that reaches from before t to t or later. What ends inside the chunk adds to dg of the tokens up to
-    # its end, what starts inside to dg of the tokens after its start, and a pair of the chunk's tokens to those between.
+    # its end, what starts inside to dg of the tokens after its start, and a pair of the chunk's tokens to those
+    # between.
     ends = x.q * (dq_state + dq_pairs) + x.e * (de_state + de_pairs) - x.k * dk_pairs
     starts = jnp.cumsum(x.k * dk_state, axis=-2)
     passes = c.total * jnp.sum(states * dS1, axis=-1)
@@ -452,11 +455,8 @@ def _gradients(inputs, x, c, states, U, dO, dS1, dU, layout, scale, products):
         N, B, _, _, K = d.shape
         return d.reshape(N, B, layout.H, -1, C, K).sum(axis=3)
 
-    one_gate = inputs[5] is None
-    if one_gate:
-        derase = jnp.sum(derase, axis=-1, keepdims=True) + jnp.sum(dwrite, axis=-1, keepdims=True)
-    grads = over_group(dq), over_group(dk), dv, dg, derase, None if one_gate else dwrite
-    grads = tuple(
-        None if d is None else layout.tokens(d).astype(x.dtype) for x, d in zip(inputs, grads, strict=True)
-    )
-    return *grads[:4], grads[4][..., 0] if one_gate else grads[4], grads[5]
+    grads = [over_group(dq), over_group(dk), dv, dg, derase, dwrite]
+    if inputs[5] is None:  # One gate a token for both: its gradient is the sum of all.
+        grads[4:] = [jnp.sum(derase, axis=-1, keepdims=True) + jnp.sum(dwrite, axis=-1, keepdims=True)]
+    grads = [layout.tokens(d) for d in grads]
+    return tuple(d.reshape(*d.shape[:2], *x.shape[2:]).astype(x.dtype) for x, d in zip(inputs, grads, strict=False))

@@ -1,5 +1,7 @@
 """The recurrence itself, one token a step: the definition that every other implementation is held against.
 
+Per batch element and value head:
+
     S <- diag(exp(g_t)) S
     S <- S + k_t (write_t * v_t - S^T (erase_t * k_t))^T
     o_t = scale * S^T q_t

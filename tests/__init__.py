@@ -1,0 +1,1 @@
+"""Tests. `python -m pytest tests` runs all, `python -m tests.test_kda` one file."""

@@ -1,0 +1,222 @@
+"""What the operators' tests share: inputs, runs, the oracle, and comparisons that say what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dormouse_jax
+from torch_ref import oracle as torch_oracle
+
+OPERATORS = ("kda", "gdn2")
+IMPLEMENTATIONS = ("recurrent", "xla", "pallas_triton")
+
+# shard_map wants more than one device; where JAX has started already, it has to make do with one.
+with contextlib.suppress(RuntimeError):
+    jax.config.update("jax_num_cpu_devices", 2)
+
+
+@functools.cache
+def on_gpu() -> bool:
+    """Whether the tests run on a GPU: Pallas kernels then run natively, and sizes are larger."""
+    return jax.default_backend() == "gpu"
+
+
+# On a CPU the tests' time goes into compiling, interpreted kernels above all.
+jax.config.update("jax_disable_most_optimizations", not on_gpu())
+
+
+def kernels_run(implementation: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which `implementation` can run on this machine."""
+    interpret = implementation.startswith("pallas") and not on_gpu()
+    return dormouse_jax.interpret_kernels() if interpret else contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a call; axis names as in `dormouse_jax.kda`."""
+
+    T: int
+    K: int
+    V: int
+    B: int = 1
+    H: int = 1
+    HV: int = 1
+
+
+# Most tests use this one shape, so that it is compiled once: grouped heads, a last chunk that is not full, sizes that
+# are no power of two.
+STANDARD = Shape(B=2, T=39, H=1, HV=2, K=20, V=24)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Inputs of a call and cotangents of its results, NumPy arrays of the dtypes that the operator is to see."""
+
+    operator: str
+    inputs: dict[str, np.ndarray]  # q, k, v, g, then beta, or erase and write
+    initial_state: np.ndarray | None
+    do: np.ndarray
+    dfinal_state: np.ndarray
+
+    def replace(self, **arrays: Any) -> Problem:
+        """The same problem with other inputs (by name), initial_state, do or dfinal_state; dtypes are kept."""
+        inputs = dict(self.inputs)
+        fields = {}
+        for name, x in arrays.items():
+            old = inputs[name] if name in inputs else getattr(self, name)
+            x = x if x is None or old is None else np.asarray(x).astype(old.dtype)
+            if name in inputs:
+                inputs[name] = x
+            else:
+                fields[name] = x
+        return dataclasses.replace(self, inputs=inputs, **fields)
+
+
+def problem(
+    operator: str,
+    shape: Shape = STANDARD,
+    *,
+    dtype: Any = jnp.float32,
+    gate_dtype: Any = jnp.float32,
+    decay: float = 0.3,
+    state: bool = True,
+    seed: int = 0,
+) -> Problem:
+    """A random problem like those of a trained layer: keys of norm 1, gates in (0, 1), log decays of mean -`decay`."""
+    rng = np.random.default_rng(seed)
+    B, T, H, HV, K, V = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V
+
+    def unit(x):
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    def gate(*sizes):
+        return 1 / (1 + np.exp(-rng.normal(size=sizes)))
+
+    inputs = {
+        "q": unit(rng.normal(size=(B, T, H, K))),
+        "k": unit(rng.normal(size=(B, T, H, K))),
+        "v": rng.normal(size=(B, T, HV, V)),
+        "g": -decay * rng.exponential(size=(B, T, HV, K)),
+    }
+    if operator == "kda":
+        gates = {"beta": gate(B, T, HV)}
+    else:
+        gates = {"erase": gate(B, T, HV, K), "write": gate(B, T, HV, V)}
+    data = {name: x.astype(dtype) for name, x in inputs.items()} | {
+        name: x.astype(gate_dtype) for name, x in gates.items()
+    }
+    data["g"] = inputs["g"].astype(gate_dtype)
+    wide = np.promote_types(dtype, np.float32) if dtype == np.float64 else np.float32
+    return Problem(
+        operator,
+        data,
+        rng.normal(size=(B, HV, K, V)).astype(wide) if state else None,
+        rng.normal(size=(B, T, HV, V)).astype(dtype),
+        rng.normal(size=(B, HV, K, V)).astype(wide),
+    )
+
+
+def call(p: Problem, implementation: str | None, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """(o, final_state) of the operator on the problem's inputs."""
+    options = {"output_final_state": True, "initial_state": p.initial_state} | options
+    with kernels_run(implementation or ""):
+        return getattr(dormouse_jax, p.operator)(**p.inputs, implementation=implementation, **options)
+
+
+def value_and_grads(
+    p: Problem, implementation: str | None, *, final_state: bool = True, **options: Any
+) -> dict[str, jax.Array]:
+    """Results and the gradient of every input: o, final_state, dq, dk, ..., dinitial_state.
+
+    Without `final_state` it is neither asked for nor part of the gradients.
+    """
+
+    def fn(inputs, state):
+        operator = getattr(dormouse_jax, p.operator)
+        o, S = operator(
+            **inputs, initial_state=state, output_final_state=final_state, implementation=implementation, **options
+        )
+        return (o, S) if final_state else (o,)
+
+    with kernels_run(implementation or ""):
+        outputs, vjp = jax.vjp(fn, jax.tree.map(jnp.asarray, p.inputs), p.initial_state)
+        inputs, state = vjp(tuple(jnp.asarray(d) for d in (p.do, p.dfinal_state)[: len(outputs)]))
+    results = dict(zip(("o", "final_state"), outputs, strict=False))
+    results |= {f"d{name}": dx for name, dx in inputs.items()}
+    return results if p.initial_state is None else results | {"dinitial_state": state}
+
+
+def oracle(p: Problem, *, scale: float | None = None, final_state: bool = True) -> dict[str, np.ndarray]:
+    """What `value_and_grads` should give, in float64."""
+    fn = torch_oracle.kda_oracle if p.operator == "kda" else torch_oracle.gdn2_oracle
+    dfinal = p.dfinal_state if final_state else None
+    want = fn(*p.inputs.values(), scale=scale, initial_state=p.initial_state, do=p.do, dfinal_state=dfinal)
+    left_out = set() if final_state else {"final_state"}
+    left_out |= {"dinitial_state"} if p.initial_state is None else set()
+    return {name: x for name, x in want.items() if name not in left_out}
+
+
+def bars(precision: str) -> dict[str, float]:
+    """The largest RMS error over the RMS of the oracle that each result may have."""
+    if precision == "16bit":
+        return {"o": 5e-3, "final_state": 5e-3} | dict.fromkeys(("dg", "dbeta", "derase", "dwrite"), 2e-2) | {"": 8e-3}
+    value, gradient = {"fp32": (2e-6, 1e-5), "tf32": (1e-3, 5e-3), "fp64": (1e-13, 1e-12)}[precision]
+    return {"o": value, "final_state": value, "": gradient}
+
+
+def assert_all_close(
+    got: Mapping[str, Any], want: Mapping[str, Any], *, precision: str = "fp32", floor: float = 0.0
+) -> None:
+    """Holds results to the oracle at the bars of `precision`; all must be finite."""
+    assert set(got) == set(want), f"results {sorted(got)}, expected {sorted(want)}"
+    limits = bars(precision)
+    for name, x in got.items():
+        assert_close(x, want[name], rms=limits.get(name, limits[""]), name=name, floor=floor)
+
+
+def assert_close(got: Any, want: Any, *, rms: float, name: str = "result", floor: float = 0.0) -> None:
+    """Fails unless the RMS of got - want is at most `rms` times the RMS of want (or of `floor`, where that is larger).
+
+    The message has the error, and the index and values of the worst element.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
+    if got.size == 0:
+        return
+    error = np.abs(got - want)
+    bad = ~np.isfinite(error)
+    if bad.any():
+        index = tuple(int(i) for i in np.unravel_index(np.argmax(bad), bad.shape))
+        raise AssertionError(
+            f"{name}: {bad.sum()} of {bad.size} not finite, first {list(index)}: {got[index]}, expected {want[index]}"
+        )
+    size = max(np.sqrt(np.mean(want**2)), floor, np.finfo(np.float64).tiny)
+    relative = np.sqrt(np.mean(error**2)) / size
+    if not relative <= rms:
+        index = tuple(int(i) for i in np.unravel_index(np.argmax(error), error.shape))
+        raise AssertionError(
+            f"{name}: RMS error {relative:.2e} of the RMS, allowed {rms:.1e}; "
+            f"worst {list(index)}: {got[index]:.9g}, expected {want[index]:.9g}"
+        )
+
+
+def assert_same_bits(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Fails unless every array is equal bit for bit, but for the sign of zero."""
+    assert set(got) == set(want), f"results {sorted(got)}, expected {sorted(want)}"
+    for name, x in got.items():
+        a, b = np.asarray(x), np.asarray(want[name])
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{name}: {a.dtype}{a.shape}, expected {b.dtype}{b.shape}"
+        same = (a == b) | ((a != a) & (b != b))
+        if not same.all():
+            index = tuple(int(i) for i in np.unravel_index(np.argmin(same), same.shape))
+            raise AssertionError(
+                f"{name}: {(~same).sum()} of {same.size} differ, first {list(index)}: {a[index]!r} and {b[index]!r}"
+            )

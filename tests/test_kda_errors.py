@@ -1,0 +1,415 @@
+"""Calls of `kda` and `gdn2` that cannot be served: what is raised, and what it says."""
+
+import functools
+import os
+import re
+import unittest.mock
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import dormouse_jax
+from dormouse_jax import dispatch
+from tests import helpers
+from tests.helpers import OPERATORS, Shape
+
+SHAPE = Shape(T=8, K=6, V=5, B=2, H=2, HV=4)
+
+
+def call(operator, replace=None, **options):
+    """Calls the operator on small valid inputs with some of them replaced."""
+    inputs = helpers.problem(operator, SHAPE).inputs | (replace or {})
+    return getattr(dormouse_jax, operator)(**inputs, **options)
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+# (name, inputs replaced, options, exception, message). Every message starts with the operator's name.
+COMMON = [
+    (
+        "g_without_K",
+        {"g": ones(2, 8, 4)},
+        {},
+        ValueError,
+        "g must have shape [B, T, HV, K] = [2, 8, 4, 6], got [2, 8, 4]",
+    ),
+    (
+        "q_and_k_differ",
+        {"k": ones(2, 8, 2, 7)},
+        {},
+        ValueError,
+        "k must have shape [B, T, H, K] = [2, 8, 2, 6], got [2, 8, 2, 7]",
+    ),
+    ("q_of_three_axes", {"q": ones(2, 8, 6)}, {}, ValueError, "q must have shape [B, T, H, K], got [2, 8, 6]"),
+    (
+        "v_of_other_length",
+        {"v": ones(2, 9, 4, 5)},
+        {},
+        ValueError,
+        "v must have shape [B, T, HV, V] = [2, 8, HV, V], got [2, 9, 4, 5]",
+    ),
+    (
+        "HV_not_a_multiple_of_H",
+        {"v": ones(2, 8, 3, 5)},
+        {},
+        ValueError,
+        "HV must be a multiple of H, got v with HV = 3 and q with H = 2",
+    ),
+    (
+        "float16_with_bfloat16",
+        {"q": ones(2, 8, 2, 6, dtype=np.float16), "k": ones(2, 8, 2, 6, dtype=jnp.bfloat16)},
+        {},
+        TypeError,
+        "k must have q's dtype float16, got bfloat16",
+    ),
+    (
+        "float32_v",
+        {n: ones(2, 8, 2, 6, dtype=np.float16) for n in "qk"},
+        {},
+        TypeError,
+        "v must have q's dtype float16, got float32",
+    ),
+    (
+        "integer_q",
+        {"q": ones(2, 8, 2, 6, dtype=np.int32)},
+        {},
+        TypeError,
+        "q must be float32, bfloat16 or float16, got int32",
+    ),
+    (
+        "integer_g",
+        {"g": ones(2, 8, 4, 6, dtype=np.int32)},
+        {},
+        TypeError,
+        "g must be float32, bfloat16 or float16, got int32",
+    ),
+    (
+        "complex_v",
+        {"v": ones(2, 8, 4, 5, dtype=np.complex64)},
+        {},
+        TypeError,
+        "v must have q's dtype float32, got complex64",
+    ),
+    ("a_list", {"q": [1.0]}, {}, TypeError, "q must be an array, got list"),
+    ("none", {"k": None}, {}, TypeError, "k must be an array, got NoneType"),
+    ("strings", {"v": np.full((2, 8, 4, 5), "x")}, {}, TypeError, "v must be an array that JAX can take, got ndarray"),
+    (
+        "K_of_257",
+        {"q": ones(2, 8, 2, 257), "k": ones(2, 8, 2, 257), "g": ones(2, 8, 4, 257)},
+        {},
+        ValueError,
+        "K, the last axis of q, must be from 1 to 256, got 257",
+    ),
+    ("V_of_257", {"v": ones(2, 8, 4, 257)}, {}, ValueError, "V, the last axis of v, must be from 1 to 256, got 257"),
+    ("V_of_0", {"v": ones(2, 8, 4, 0)}, {}, ValueError, "V, the last axis of v, must be from 1 to 256, got 0"),
+    ("no_heads", {"q": ones(2, 8, 0, 6), "k": ones(2, 8, 0, 6)}, {}, ValueError, "HV must be a multiple of H"),
+    (
+        "no_tokens",
+        {"q": ones(2, 0, 2, 6), "k": ones(2, 0, 2, 6), "v": ones(2, 0, 4, 5), "g": ones(2, 0, 4, 6)},
+        {},
+        ValueError,
+        "T must be at least 1, got q of shape [2, 0, 2, 6]",
+    ),
+    (
+        "state_transposed",
+        {},
+        {"initial_state": ones(2, 4, 5, 6)},
+        ValueError,
+        "initial_state must have shape [B, HV, K, V] = [2, 4, 6, 5], got [2, 4, 5, 6]",
+    ),
+    (
+        "state_not_transposed",
+        {},
+        {"initial_state": ones(2, 4, 6, 5), "state_v_first": True},
+        ValueError,
+        "initial_state must have shape [B, HV, V, K] = [2, 4, 5, 6], got [2, 4, 6, 5]",
+    ),
+    (
+        "integer_state",
+        {},
+        {"initial_state": ones(2, 4, 6, 5, dtype=np.int32)},
+        TypeError,
+        "initial_state must be float32, bfloat16 or float16, got int32",
+    ),
+    (
+        "unknown_implementation",
+        {},
+        {"implementation": "nonsense"},
+        ValueError,
+        "implementation must be one of None, 'pallas', 'pallas_triton', 'pallas_mosaic', 'xla', 'recurrent', "
+        "got 'nonsense'",
+    ),
+    (
+        "unknown_residuals",
+        {},
+        {"residuals": "all"},
+        ValueError,
+        "residuals must be one of 'recompute', 'save', got 'all'",
+    ),
+    (
+        "unknown_precision",
+        {},
+        {"precision": "high"},
+        ValueError,
+        "precision must be one of None, 'fp32', 'tf32', '16bit', got 'high'",
+    ),
+    (
+        "precision_of_other_dtype",
+        {},
+        {"precision": "16bit"},
+        ValueError,
+        "precision must be 'fp32' or 'tf32' for inputs of dtype float32, got '16bit'",
+    ),
+    ("chunk_size_of_48", {}, {"chunk_size": 48}, ValueError, "chunk_size must be one of None, 16, 32, 64, 128, got 48"),
+    (
+        "chunk_size_of_64.0",
+        {},
+        {"chunk_size": 64.0},
+        ValueError,
+        "chunk_size must be one of None, 16, 32, 64, 128, got 64.0",
+    ),
+    ("scale_array", {}, {"scale": ones(3)}, TypeError, "scale must be a Python number, got ndarray"),
+    ("scale_word", {}, {"scale": "half"}, TypeError, "scale must be a Python number, got str"),
+    (
+        "mosaic",
+        {},
+        {"implementation": "pallas_mosaic"},
+        NotImplementedError,
+        "implementation='pallas_mosaic' cannot serve this call: there is no Mosaic GPU kernel of it yet",
+    ),
+    (
+        "l2norm",
+        {},
+        {"use_qk_l2norm_in_kernel": True},
+        NotImplementedError,
+        "use_qk_l2norm_in_kernel is not implemented yet",
+    ),
+    ("gate", {}, {"use_gate_in_kernel": True}, NotImplementedError, "use_gate_in_kernel is not implemented yet"),
+    ("lower_bound", {}, {"lower_bound": -5.0}, NotImplementedError, "lower_bound is not implemented yet"),
+    ("A_log", {}, {"A_log": ones(4)}, NotImplementedError, "A_log is not implemented yet"),
+    ("dt_bias", {}, {"dt_bias": ones(24)}, NotImplementedError, "dt_bias is not implemented yet"),
+    ("cu_seqlens", {}, {"cu_seqlens": np.array([0, 8])}, NotImplementedError, "cu_seqlens is not implemented yet"),
+    (
+        "segment_ids",
+        {},
+        {"segment_ids": np.zeros((2, 8), np.int32)},
+        NotImplementedError,
+        "segment_ids is not implemented yet",
+    ),
+]
+
+OF_KDA = [
+    (
+        "beta_with_channels",
+        {"beta": ones(2, 8, 4, 6)},
+        {},
+        ValueError,
+        "beta must have shape [B, T, HV] = [2, 8, 4], got [2, 8, 4, 6]",
+    ),
+    (
+        "boolean_beta",
+        {"beta": ones(2, 8, 4, dtype=bool)},
+        {},
+        TypeError,
+        "beta must be float32, bfloat16 or float16, got bool",
+    ),
+    (
+        "beta_sigmoid",
+        {},
+        {"use_beta_sigmoid_in_kernel": True},
+        NotImplementedError,
+        "use_beta_sigmoid_in_kernel is not implemented yet",
+    ),
+    ("neg_eigval", {}, {"allow_neg_eigval": True}, NotImplementedError, "allow_neg_eigval is not implemented yet"),
+]
+
+OF_GDN2 = [
+    (
+        "erase_of_one_gate",
+        {"erase": ones(2, 8, 4)},
+        {},
+        ValueError,
+        "erase must have shape [B, T, HV, K] = [2, 8, 4, 6], got [2, 8, 4]",
+    ),
+    (
+        "write_over_keys",
+        {"write": ones(2, 8, 4, 6)},
+        {},
+        ValueError,
+        "write must have shape [B, T, HV, V] = [2, 8, 4, 5], got [2, 8, 4, 6]",
+    ),
+    (
+        "beta_sigmoid",
+        {},
+        {"use_beta_sigmoid_in_kernel": True},
+        TypeError,
+        "use_beta_sigmoid_in_kernel is an option of beta",
+    ),
+    ("neg_eigval", {}, {"allow_neg_eigval": True}, TypeError, "allow_neg_eigval is an option of beta"),
+]
+
+CASES = [
+    (f"{operator}_{name}", operator, *case)
+    for operator, own in (("kda", OF_KDA), ("gdn2", OF_GDN2))
+    for name, *case in COMMON + own
+]
+
+
+class ErrorsTest(parameterized.TestCase):
+    @parameterized.named_parameters(*CASES)
+    def test_message(self, operator, inputs, options, exception, message):
+        with self.assertRaises(exception) as raised:
+            call(operator, inputs, **options)
+        self.assertStartsWith(str(raised.exception), f"{operator}: {message}")
+        self.assertIs(type(raised.exception), exception)
+
+    @parameterized.named_parameters(
+        *(case for case in CASES if case[4] is not NotImplementedError and "list" not in case[0])
+    )
+    def test_message_under_jit(self, operator, inputs, options, exception, message):
+        arrays = {n: x for n, x in inputs.items() if isinstance(x, np.ndarray) and x.dtype.kind not in "US"}
+        if len(arrays) < len(inputs):
+            self.skipTest("not an array that can be traced")
+        with self.assertRaisesRegex(exception, re.escape(f"{operator}: {message}")):
+            jax.jit(functools.partial(call, operator, **options))(arrays)
+
+    @parameterized.parameters(*OPERATORS)
+    def test_16_bit_inputs_take_no_other_precision(self, operator):
+        p = helpers.problem(operator, SHAPE, dtype=jnp.bfloat16)
+        for precision in ("fp32", "tf32"):
+            with self.assertRaisesRegex(
+                ValueError, f"precision must be '16bit' for inputs of dtype bfloat16, got '{precision}'"
+            ):
+                helpers.call(p, "xla", precision=precision)
+
+    @parameterized.parameters(*OPERATORS)
+    def test_float64_is_for_recurrent_alone(self, operator):
+        with jax.enable_x64(True):
+            p = helpers.problem(operator, SHAPE, dtype=np.float64, gate_dtype=np.float64)
+            with self.assertRaisesRegex(TypeError, "q must be float32, bfloat16 or float16, got float64"):
+                helpers.call(p, None)
+            for implementation in ("xla", "pallas", "pallas_triton"):
+                with self.assertRaisesRegex(
+                    NotImplementedError, f"'{implementation}' cannot serve this call: only 'recurrent'"
+                ):
+                    helpers.call(p, implementation)
+            with self.assertRaisesRegex(ValueError, "precision must be None for inputs of dtype float64, got 'fp32'"):
+                helpers.call(p, "recurrent", precision="fp32")
+            mixed = p.inputs | {"g": p.inputs["g"].astype(np.float32)}
+            self.assertEqual(getattr(dormouse_jax, operator)(**mixed, implementation="recurrent")[0].dtype, jnp.float64)
+            with self.assertRaisesRegex(TypeError, "g must be float32, bfloat16 or float16, got float64"):
+                call(operator, {"g": p.inputs["g"]})
+
+    @parameterized.parameters(*OPERATORS)
+    def test_a_traced_scale_is_refused(self, operator):
+        with self.assertRaisesRegex(TypeError, f"{operator}: scale must be a Python number"):
+            jax.jit(lambda scale: call(operator, scale=scale)[0])(0.5)
+
+    @parameterized.parameters(*OPERATORS)
+    def test_false_and_none_are_no_use_of_an_option(self, operator):
+        want, _ = call(operator)
+        got, _ = call(
+            operator,
+            use_qk_l2norm_in_kernel=False,
+            use_gate_in_kernel=False,
+            use_beta_sigmoid_in_kernel=False,
+            allow_neg_eigval=False,
+            lower_bound=None,
+            A_log=None,
+            dt_bias=None,
+            cu_seqlens=None,
+            segment_ids=None,
+            safe_gate=True,
+        )
+        np.testing.assert_array_equal(got, want)
+
+
+class DispatchTest(parameterized.TestCase):
+    """Which implementation is taken when none, or one that cannot serve the call, is asked for."""
+
+    def implementation(self, operator="kda", **options):
+        (found,) = dormouse_jax.explain(functools.partial(call, operator), **options)
+        return found
+
+    def test_kernels_asked_for_on_a_cpu_say_how_to_run_them(self):
+        if helpers.on_gpu():
+            self.skipTest("there is a GPU")
+        for implementation in ("pallas", "pallas_triton"):
+            with self.assertRaisesRegex(
+                NotImplementedError,
+                f"kda: implementation='{implementation}' cannot serve this call: .*interpret_kernels",
+            ):
+                call("kda", implementation=implementation)
+
+    def test_a_cpu_takes_xla_without_a_warning(self):
+        with jax.default_device(jax.devices("cpu")[0]), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = self.implementation()
+        self.assertEqual(found.implementation, "xla")
+        self.assertEqual(found.passed_over[0][0], "pallas_triton")
+
+    def test_arrays_put_on_a_cpu_take_xla(self):
+        p = helpers.problem("kda", SHAPE)
+        inputs = jax.device_put(p.inputs, jax.devices("cpu")[0])
+        (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**inputs))
+        self.assertEqual(found.implementation, "xla")
+
+    def test_interpret_kernels_takes_the_kernels_and_ends(self):
+        with dormouse_jax.interpret_kernels():
+            with dormouse_jax.interpret_kernels():
+                self.assertTrue(self.implementation().interpret)
+            found = self.implementation()
+        self.assertEqual(found.implementation, "pallas_triton")
+        self.assertTrue(found.interpret)
+        self.assertFalse(self.implementation().interpret)
+
+    @parameterized.parameters(("1", True), ("0", False), ("", False))
+    def test_the_environment_variable(self, value, interpreted):
+        with unittest.mock.patch.dict(os.environ, DORMOUSE_INTERPRET=value):
+            self.assertEqual(self.implementation().interpret, interpreted)
+
+    def test_a_gpu_that_the_kernels_cannot_serve_takes_xla_and_warns_once(self):
+        gpu = dispatch.Device("gpu", "AMD Instinct MI300X")
+        with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
+            with self.assertWarnsRegex(
+                RuntimeWarning, "kda: taking the slower implementation 'xla', .* NVIDIA GPU"
+            ) as caught:
+                found = self.implementation()
+            self.assertEqual(found.implementation, "xla")
+            self.assertIn("NVIDIA", dict(found.passed_over)["pallas_triton"])
+            self.assertEqual(caught.filename, __file__)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                self.implementation()
+            with self.assertRaisesRegex(NotImplementedError, "NVIDIA"):
+                call("kda", implementation="pallas")
+
+    def test_an_nvidia_gpu_takes_the_kernels(self):
+        gpu = dispatch.Device("gpu", "NVIDIA H200")
+        with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
+            found = self.implementation()
+        self.assertEqual((found.implementation, found.interpret, found.passed_over), ("pallas_triton", False, ()))
+
+    def test_a_reason_of_the_kernels_is_passed_on(self):
+        with dormouse_jax.interpret_kernels():
+            with self.assertRaisesRegex(
+                NotImplementedError, "'pallas' cannot serve this call: .*chunk_size must be 16, 32 or 64"
+            ):
+                call("kda", implementation="pallas", chunk_size=128)
+            with self.assertWarnsRegex(RuntimeWarning, "chunk_size must be 16, 32 or 64"):
+                self.assertEqual(self.implementation(chunk_size=128).implementation, "xla")
+
+    def test_the_mesh_in_use_names_the_device(self):
+        device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+        mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            self.assertEqual(dispatch.device_of(), dispatch.Device("gpu", "NVIDIA H200"))
+
+
+if __name__ == "__main__":
+    absltest.main()
