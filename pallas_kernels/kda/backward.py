@@ -74,114 +74,107 @@ def kda_grads(
     dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
     sizes: Sizes, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
-    """All gradients of one chunk of one value head, for one tile of key channels. Grid (K tiles, NT, B * HV).
-
-    What belongs to the value side is formed in every program, and written by the first one.
-    """
+    """All gradients of one chunk of one value head. Grid (NT, B * HV)."""
     op = operand_dtype(q_ref.dtype, precision)
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     f32 = jnp.float32
     r = Rows(sizes.C)
-    tile, start = pl.program_id(0), pl.program_id(1) * sizes.C
+    start = pl.program_id(0) * sizes.C
     tokens, all_c = sizes.rows(start, sizes.C), (0, sizes.C, None)
-    kc = (tile * k_tile, k_tile, sizes.k_limit)
-    padded_k = (tile * k_tile, k_tile, None)
-    gate = kc if sizes.channelwise else (0, 1, None)
     slab = min(sizes.bv, V_SLAB)
+    slabs = range(0, sizes.bv, slab)
 
-    # The value side: dR, dv and dwrite, dP and dA, and the three products with the states.
+    # The value side: dR, dv and dwrite, dP and dA.
     M = bt.load_tile(m_ref, all_c, all_c).astype(op)
-    dP = dA = acc_q = acc_e = acc_k = dG_end = dbeta = 0.0
-    for first in range(0, sizes.bv, slab):
+    dP = dA = dbeta = 0.0
+    dR = []
+    for first in slabs:
         padded_v, vc = (first, slab, None), sizes.v_cols(first, slab)
         U = bt.load_tile(u_ref, all_c, padded_v)
-        do = bt.load_tile(do_ref, tokens, vc).astype(op)
-        S, dS = bt.load_tile(s_ref, padded_v, padded_k), bt.load_tile(ds_ref, padded_v, padded_k)
-        dR = dot(M, bt.load_tile(du_ref, all_c, padded_v), (0, 0))
-        dRo = dR.astype(op)
-        dP += dot(do, U, (1, 1))
-        dA -= dot(dRo, U, (1, 1))
-        acc_q += dot(do, S)
-        acc_e -= dot(dRo, S)
-        acc_k += dot(U, dS)
-        dG_end += jnp.sum(S.astype(f32) * dS.astype(f32), axis=0)[None, :]
-
+        part = dot(M, bt.load_tile(du_ref, all_c, padded_v), (0, 0))
+        dR.append(part.astype(op))
+        dP += dot(bt.load_tile(do_ref, tokens, vc).astype(op), U, (1, 1))
+        dA -= dot(dR[-1], U, (1, 1))
         v = bt.load_tile(v_ref, tokens, vc).astype(f32)
-        if not sizes.channelwise:
-            dbeta += jnp.sum(v * dR, axis=1)[:, None]
-
-        @pl.when(tile == 0)
-        def _(v=v, dR=dR, vc=vc):
-            write = bt.load_tile(write_ref, tokens, vc if sizes.channelwise else (0, 1, None)).astype(f32)
-            bt.store_tile(dv_ref, tokens, vc, write * dR)
-            if sizes.channelwise:
-                bt.store_tile(dwrite_refs[0], tokens, vc, v * dR)
-
+        write = bt.load_tile(write_ref, tokens, vc if sizes.channelwise else (0, 1, None)).astype(f32)
+        bt.store_tile(dv_ref, tokens, vc, write * part)
+        if sizes.channelwise:
+            bt.store_tile(dwrite_refs[0], tokens, vc, v * part)
+        else:
+            dbeta += jnp.sum(v * part, axis=1)[:, None]
     on_diagonal = jnp.sum(jnp.where(r.row == r.col, dP, 0.0), axis=1)[:, None]
-    below = r.row > r.col
-    dP, dA = jnp.where(below, dP, 0.0), jnp.where(below, dA, 0.0)
+    dP, dA = (jnp.where(r.row > r.col, x, 0.0).astype(op) for x in (dP, dA))
 
-    # The key side.
-    k = bt.load_tile(k_ref, tokens, kc).astype(f32)
-    q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
-    erase = bt.load_tile(erase_ref, tokens, gate).astype(f32)
-    e = erase * k
-    g = jnp.maximum(bt.load_tile(g_ref, tokens, kc).astype(f32), MIN_LOG_DECAY)
-    d = Decays.of(g, r, precision, interpret)
-    E, Q, K = e * d.up, q * d.up, k * d.down
+    def channels(tile, dbeta):
+        """The key side, for one tile of key channels."""
+        kc, padded = (tile * k_tile, k_tile, sizes.k_limit), (tile * k_tile, k_tile, None)
+        k = bt.load_tile(k_ref, tokens, kc).astype(f32)
+        q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
+        erase = bt.load_tile(erase_ref, tokens, kc if sizes.channelwise else (0, 1, None)).astype(f32)
+        e = erase * k
+        d = Decays(bt.load_tile(g_ref, tokens, kc), r, precision, interpret)
 
-    # From and to the states.
-    dq, de, dk = d.from_start(acc_q, r.blocks), d.from_start(acc_e, r.blocks), d.to_end(acc_k, r.blocks)
-    to_state = K * dk
-    dG = Q * dq + E * de - to_state
-    dG_end = dG_end * bt.load_tile(decay_ref, (0, 1, None), padded_k) + jnp.sum(to_state, axis=0)[None, :]
-    # Between blocks.
-    for half in r.levels():
-        dPl, dAl = (jnp.where(r.meet(half), x, 0.0).astype(op) for x in (dP, dA))
-        El, Ql, Kl = d.from_start(E, half).astype(op), d.from_start(Q, half).astype(op), d.to_end(K, half).astype(op)
-        near_q, near_e = dot(dPl, Kl), dot(dAl, Kl)
-        near_k = dot(dAl, El, (0, 0)) + dot(dPl, Ql, (0, 0))
-        dG += Ql.astype(f32) * near_q + El.astype(f32) * near_e - Kl.astype(f32) * near_k
-        dq, de, dk = dq + d.from_start(near_q, half), de + d.from_start(near_e, half), dk + d.to_end(near_k, half)
-    dk *= d.down
-    # Inside blocks, fast path.
-    inside = r.same_block() & ~d.slow(precision)
-    dPl, dAl = (jnp.where(inside, x, 0.0).astype(diagonal) for x in (dP, dA))
-    keys = d.anchored(k, precision).astype(diagonal)
-    El, Ql = E.astype(diagonal), Q.astype(diagonal)
-    near_q, near_e = dot_diagonal(dPl, keys), dot_diagonal(dAl, keys)
-    near_k = dot_diagonal(dAl, El, (0, 0)) + dot_diagonal(dPl, Ql, (0, 0))
-    dG += Ql.astype(f32) * near_q + El.astype(f32) * near_e - keys.astype(f32) * near_k
-    dq, de, dk = (dq + near_q) * d.up, (de + near_e) * d.up, dk + d.anchored(near_k, precision)
+        # From and to the states.
+        dq = de = dk = dG_end = 0.0
+        for first, dRo in zip(slabs, dR):
+            padded_v = (first, slab, None)
+            S, dS = bt.load_tile(s_ref, padded_v, padded), bt.load_tile(ds_ref, padded_v, padded)
+            dG_end += jnp.sum(S.astype(f32) * dS.astype(f32), axis=0)[None, :]
+            dq += dot(bt.load_tile(do_ref, tokens, sizes.v_cols(first, slab)).astype(op), S)
+            de -= dot(dRo, S)
+            dk += dot(bt.load_tile(u_ref, all_c, padded_v), dS)
+        up, down = d.up(r.blocks), d.down(r.blocks)
+        dq, de, dk = up * dq, up * de, down * dk
+        to_state = k * dk
+        dG = q * dq + e * de - to_state
+        dG_end = dG_end * bt.load_tile(decay_ref, (0, 1, None), padded) + jnp.sum(to_state, axis=0)[None, :]
 
-    def exact(s, carry):
-        """Key j of every diagonal block against the rows that need the exact path, as in kda_prepare."""
-        span, dq, de, dk, dG = carry
-        j = BLOCK - 1 - s
-        k_j, g_j = (sizes.block_rows(x, start, j, kc) for x in (k_ref, g_ref))
-        weight = jnp.where((r.row % BLOCK > j) & d.slow(precision), jnp.exp(span), 0.0)
-        column = r.col == r.row // BLOCK * BLOCK + j
-        p = jnp.sum(jnp.where(column, dP, 0.0), axis=1)[:, None] * weight
-        a = jnp.sum(jnp.where(column, dA, 0.0), axis=1)[:, None] * weight
-        term = a * e + p * q
-        dk_j = jnp.where(r.row % BLOCK == j, r.pick(r.block_totals(term)), 0.0)
-        dG = dG + term * k_j - k_j * dk_j
-        span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
-        return span, dq + p * k_j, de + a * k_j, dk + dk_j, dG
+        def near(dot, dtype, where, up, down, sums):
+            """Adds the pairs of one level. Both ends of a pair use the same rounded factors, so that dG cancels as it should."""
+            dq, de, dk, dG = sums
+            dPl, dAl = (jnp.where(where, x.astype(f32), 0.0).astype(dtype) for x in (dP, dA))
+            E, Q, K = (e * up).astype(dtype), (q * up).astype(dtype), (k * down).astype(dtype)
+            at_q, at_e, at_k = dot(dPl, K), dot(dAl, K), dot(dAl, E, (0, 0)) + dot(dPl, Q, (0, 0))
+            dG += Q.astype(f32) * at_q + E.astype(f32) * at_e - K.astype(f32) * at_k
+            return dq + up * at_q, de + up * at_e, dk + down * at_k, dG
 
-    steps = d.exact_steps(precision, always_exact)
-    _, dq, de, dk, dG = lax.fori_loop(0, steps, exact, (jnp.zeros_like(g), dq, de, dk, dG))
+        sums = dq, de, dk, dG
+        for half in r.levels():
+            sums = near(dot, op, r.meet(half), d.up(half), d.down(half), sums)
+        sums = near(dot_diagonal, diagonal, r.run(1) & ~d.slow, d.up(1), d.anchor(), sums)
 
-    # The terms i == j, whose decay is 1, have no part in dG.
-    bt.store_tile(dq_ref, tokens, kc, scale * (dq + on_diagonal * k))
-    bt.store_tile(dk_ref, tokens, kc, dk + on_diagonal * q + erase * de)
-    bt.store_tile(dg_ref, tokens, kc, masked_sum(r.row <= r.col, dG, precision, interpret) + dG_end)
+        def exact(s, carry):
+            """Key j of every diagonal block against the rows that need the exact path, as in kda_prepare."""
+            span, dq, de, dk, dG = carry
+            j = BLOCK - 1 - s
+            k_j, g_j = (sizes.block_rows(x, start, j, kc) for x in (k_ref, g_ref))
+            weight = jnp.where((r.row % BLOCK > j) & d.slow, jnp.exp(span), 0.0)
+            column = r.col == r.row // BLOCK * BLOCK + j
+            p, a = (jnp.sum(jnp.where(column, x.astype(f32), 0.0), axis=1)[:, None] * weight for x in (dP, dA))
+            term = a * e + p * q
+            dk_j = jnp.where(r.row % BLOCK == j, masked_sum(r.run(1), term, precision, interpret), 0.0)
+            dG = dG + term * k_j - k_j * dk_j
+            span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
+            return span, dq + p * k_j, de + a * k_j, dk + dk_j, dG
+
+        steps = d.exact_steps(always_exact)
+        _, dq, de, dk, dG = lax.fori_loop(0, steps, exact, (jnp.zeros_like(d.g), *sums))
+
+        # The terms i == j, whose decay is 1, have no part in dG.
+        bt.store_tile(dq_ref, tokens, kc, scale * (dq + on_diagonal * k))
+        bt.store_tile(dk_ref, tokens, kc, dk + on_diagonal * q + erase * de)
+        bt.store_tile(dg_ref, tokens, kc, masked_sum(r.row <= r.col, dG, precision, interpret) + dG_end)
+        if sizes.channelwise:
+            bt.store_tile(derase_ref, tokens, kc, k * de)
+            return dbeta
+        return dbeta + jnp.sum(k * de, axis=1)[:, None]
+
     if sizes.channelwise:
-        bt.store_tile(derase_ref, tokens, kc, k * de)
+        lax.fori_loop(0, sizes.bk // k_tile, channels, 0)
     else:
-        dbeta = jnp.where(tile == 0, dbeta, 0.0) + jnp.sum(k * de, axis=1)[:, None]
-        bt.store_tile(derase_ref, tokens, (tile, 1, None), dbeta)
+        dbeta = lax.fori_loop(0, sizes.bk // k_tile, channels, dbeta)
+        bt.store_tile(derase_ref, tokens, (0, 1, None), dbeta)
 
 
 def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret):
@@ -224,25 +217,20 @@ def gradients(
 ):
     """Runs `kda_grads`; returns dq, dk, dv, dg, derase and dwrite (None for KDA)."""
     sizes = Sizes.of(q, v, erase, config)
-    k_tile = min(config.k_tile, sizes.bk)
-    tiles = sizes.bk // k_tile
     grouped = sizes.HV != sizes.H
     inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, erase if write is None else write, do)]
     inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
     shape = jax.ShapeDtypeStruct
-    # Shares that are summed below, in float32 and in a fixed order: dq and dk over the value heads of a group, dbeta over key tiles.
-    dqk = [shape((sizes.B, sizes.T, sizes.HV, sizes.K), jnp.float32 if grouped else x.dtype) for x in (q, k)]
-    if write is None:
-        derase = shape((sizes.B, sizes.T, sizes.HV, tiles), erase.dtype if tiles == 1 else jnp.float32)
-    else:
-        derase = shape(erase.shape, erase.dtype)
-    shapes = [*dqk, shape(v.shape, v.dtype), shape(g.shape, g.dtype), derase]
+    # With grouped value heads every head writes its own float32 share, summed below in a fixed order.
+    per_head = (sizes.B, sizes.T, sizes.HV, sizes.K)
+    shapes = [shape(per_head, jnp.float32 if grouped else x.dtype) for x in (q, k)]
+    shapes += [shape(x.shape, x.dtype) for x in (v, g, erase)]
     if write is not None:
         shapes.append(shape(write.shape, write.dtype))
     dq, dk, dv, dg, derase, *dwrite = bt.launch(
         kda_grads,
         "kda_grads",
-        (tiles, sizes.nt, sizes.B * sizes.HV),
+        (sizes.nt, sizes.B * sizes.HV),
         inputs,
         [(x, sizes.head(x)) for x in shapes],
         num_warps=config.grads_warps,
@@ -250,13 +238,11 @@ def gradients(
         interpret=interpret,
         sizes=sizes,
         scale=scale,
-        k_tile=k_tile,
+        k_tile=min(config.k_tile, sizes.bk),
         precision=precision,
         always_exact=config.always_exact,
     )
     if grouped:
         split = (sizes.B, sizes.T, sizes.H, sizes.HV // sizes.H, sizes.K)
         dq, dk = (x.reshape(split).sum(axis=3).astype(like.dtype) for x, like in ((dq, q), (dk, k)))
-    if write is None:
-        derase = derase.sum(axis=3).astype(erase.dtype) if tiles > 1 else derase.reshape(erase.shape)
     return dq, dk, dv, dg, derase, dwrite[0] if dwrite else None

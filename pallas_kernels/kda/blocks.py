@@ -16,7 +16,7 @@ other rows take the exact path: a running sum of g over (j, i]. Which path a row
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,9 @@ class Rows:
     def blocks(self) -> int:
         return self.C // BLOCK
 
-    def same_block(self) -> jax.Array:
-        return self.row // BLOCK == self.col // BLOCK
+    def run(self, half: int) -> jax.Array:
+        """Where row and column lie in the same run of `half` blocks."""
+        return self.row // (half * BLOCK) == self.col // (half * BLOCK)
 
     def levels(self) -> Iterator[int]:
         """The sizes, in blocks, of the runs that meet at each level: 1, 2, ... below the whole chunk."""
@@ -65,19 +66,6 @@ class Rows:
         """Where a row's run and a column's run of `half` blocks meet."""
         row_run, col_run = self.row // (half * BLOCK), self.col // (half * BLOCK)
         return (row_run % 2 == 1) & (row_run == col_run + 1)
-
-    def pick(self, per_block: Sequence[jax.Array]) -> jax.Array:
-        """Spreads one [1, K] row a block over the block's rows: [C, K]."""
-        out = jnp.broadcast_to(per_block[0], (self.C, per_block[0].shape[1]))
-        for r in range(1, self.blocks):
-            out = jnp.where(self.row // BLOCK == r, per_block[r], out)
-        return out
-
-    def block_totals(self, x: jax.Array) -> list[jax.Array]:
-        """Sum of x [C, K] over the rows of each block, [1, K] each."""
-        if self.blocks == 1:
-            return [jnp.sum(x, axis=0)[None, :]]
-        return [jnp.sum(jnp.where(self.row // BLOCK == r, x, 0.0), axis=0)[None, :] for r in range(self.blocks)]
 
 
 def masked_sum(mask: jax.Array, x: jax.Array, precision: str, interpret: bool) -> jax.Array:
@@ -92,71 +80,43 @@ def masked_sum(mask: jax.Array, x: jax.Array, precision: str, interpret: bool) -
     return dot(ones, head) + dot(ones, (x - head.astype(jnp.float32)).astype(jnp.bfloat16))
 
 
-@dataclasses.dataclass
 class Decays:
-    """The decays of one chunk, for a tile of channels.
+    """The decays of one chunk, for a tile of channels: g [C, K], log, clamped at MIN_LOG_DECAY.
 
-    Attributes:
-      prefix: [C, K], log.
-      up, down: exp(prefix) and exp(suffix), [C, K].
-      block: exp(total) of every block, [1, K] each.
-      depth: the deepest total of the chunk, a scalar: whether any row can need the exact path.
+    Every factor is summed anew from g by a product with a 0/1 matrix, when it is needed: that is cheaper than to keep it, and a sum
+    over each row's own run needs no exchange of rows between threads.
     """
 
-    rows: Rows
-    prefix: jax.Array
-    up: jax.Array
-    down: jax.Array
-    block: list[jax.Array]
-    depth: jax.Array
+    def __init__(self, g: jax.Array, rows: Rows, precision: str, interpret: bool):
+        self.rows, self.precision, self.interpret = rows, precision, interpret
+        self.g = jnp.maximum(g.astype(jnp.float32), MIN_LOG_DECAY)
+        self.prefix = self._sum(rows.run(1) & (rows.row >= rows.col))
+        self.limit = FAST_LIMIT[precision]
+        deepest = jnp.max(-self.prefix, axis=1)
+        self.slow = (deepest > self.limit)[:, None]
+        self._any_slow = jnp.max(deepest, axis=0) > self.limit
 
-    @classmethod
-    def of(cls, g: jax.Array, rows: Rows, precision: str, interpret: bool) -> Decays:
-        """From log-decays g [C, K] that are already clamped at MIN_LOG_DECAY."""
-        same = rows.same_block()
-        prefix = masked_sum(same & (rows.row >= rows.col), g, precision, interpret)
-        totals = rows.block_totals(g)
-        if precision == "fp32":
-            suffix = masked_sum(same & (rows.row < rows.col), g, precision, interpret)
-        else:  # A difference costs 2^-24 of the total, far below the operands' rounding.
-            suffix = rows.pick(totals) - prefix
-        deepest = totals[0]
-        for total in totals[1:]:
-            deepest = jnp.minimum(deepest, total)
-        depth = -jnp.min(jnp.min(deepest, axis=0), axis=0)
-        return cls(rows, prefix, jnp.exp(prefix), jnp.exp(suffix), [jnp.exp(x) for x in totals], depth)
+    def _sum(self, mask: jax.Array) -> jax.Array:
+        return masked_sum(mask, self.g, self.precision, self.interpret)
 
-    def _products(self, half: int, after: bool) -> jax.Array | None:
-        """Per row, the decay of the blocks of its run of `half` blocks that lie before (after) its own block."""
+    def up(self, half: int) -> jax.Array:
+        """exp of the sum of g from the start of the row's run of `half` blocks through the row, [C, K]."""
         if half == 1:
-            return None
-        per_block = []
-        for r in range(self.rows.blocks):
-            run = r // half * half
-            product = jnp.ones_like(self.block[0])
-            for other in range(r + 1, run + half) if after else range(run, r):
-                product *= self.block[other]
-            per_block.append(product)
-        return self.rows.pick(per_block)
+            return jnp.exp(self.prefix)
+        return jnp.exp(self._sum(self.rows.run(half) & (self.rows.row >= self.rows.col)))
 
-    def from_start(self, x: jax.Array, half: int) -> jax.Array:
-        """x * exp(decay from the start of the row's run of `half` blocks to the row), for x already times `up`."""
-        products = self._products(half, after=False)
-        return x if products is None else x * products
+    def down(self, half: int) -> jax.Array:
+        """exp of the sum of g from after the row to the end of its run of `half` blocks, [C, K]."""
+        return jnp.exp(self._sum(self.rows.run(half) & (self.rows.row < self.rows.col)))
 
-    def to_end(self, x: jax.Array, half: int) -> jax.Array:
-        """x * exp(decay from after the row to the end of its run), for x already times `down`."""
-        products = self._products(half, after=True)
-        return x if products is None else x * products
+    def anchor(self) -> jax.Array:
+        """exp(-prefix), for keys behind the anchor at their block's start; clamped where rows leave the fast path."""
+        return jnp.exp(jnp.minimum(-self.prefix, self.limit))
 
-    def anchored(self, k: jax.Array, precision: str) -> jax.Array:
-        """k exp(-prefix): keys behind the anchor at their block's start, exponents clamped where rows leave the fast path."""
-        return k * jnp.exp(jnp.minimum(-self.prefix, FAST_LIMIT[precision]))
+    def total(self) -> jax.Array:
+        """exp(G_C), [1, K]."""
+        return jnp.exp(jnp.sum(self.g, axis=0))[None, :]
 
-    def slow(self, precision: str) -> jax.Array:
-        """Rows that need the exact path, [C, 1] bool."""
-        return jnp.max(-self.prefix, axis=1)[:, None] > FAST_LIMIT[precision]
-
-    def exact_steps(self, precision: str, always: bool):
+    def exact_steps(self, always: bool):
         """Steps of the exact path's loop: 16, or 0 where no row of the chunk needs it."""
-        return BLOCK if always else (self.depth > FAST_LIMIT[precision]).astype(jnp.int32) * BLOCK
+        return BLOCK if always else self._any_slow.astype(jnp.int32) * BLOCK

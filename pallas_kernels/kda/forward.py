@@ -100,7 +100,7 @@ def invert(m_ref, rows: Rows, interpret: bool) -> None:
 def kda_prepare(
     q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref,
     w_ref, qhat_ref, ktil_ref, y_ref, p_ref, m_ref, decay_ref, *debug_refs,
-    sizes: Sizes, scale: float, precision: str, always_exact: bool, interpret: bool,
+    sizes: Sizes, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
     """All state-free tiles of one chunk of one value head. Grid (NT, B * HV)."""
     op = operand_dtype(q_ref.dtype, precision)
@@ -108,57 +108,71 @@ def kda_prepare(
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     r = Rows(sizes.C)
     start = pl.program_id(0) * sizes.C
-    tokens, kc = sizes.rows(start, sizes.C), sizes.k_cols()
-    all_c, all_k = (0, sizes.C, None), (0, sizes.bk, None)
-    gate = kc if sizes.channelwise else (0, 1, None)
+    tokens, all_c = sizes.rows(start, sizes.C), (0, sizes.C, None)
     f32 = jnp.float32
 
-    k = bt.load_tile(k_ref, tokens, kc).astype(f32)
-    q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
-    e = bt.load_tile(erase_ref, tokens, gate).astype(f32) * k
-    g = jnp.maximum(bt.load_tile(g_ref, tokens, kc).astype(f32), MIN_LOG_DECAY)
-    d = Decays.of(g, r, precision, interpret)
-    E, Q, K = e * d.up, q * d.up, k * d.down
+    def channels(tile, carry):
+        """Adds the part of A and P of one tile of key channels, and writes that tile of Qhat, Ktil and Ehat."""
+        A, P = carry
+        kc, padded = (tile * k_tile, k_tile, sizes.k_limit), (tile * k_tile, k_tile, None)
+        k = bt.load_tile(k_ref, tokens, kc).astype(f32)
+        q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
+        e = bt.load_tile(erase_ref, tokens, kc if sizes.channelwise else (0, 1, None)).astype(f32) * k
+        d = Decays(bt.load_tile(g_ref, tokens, kc), r, precision, interpret)
 
-    keys = d.anchored(k, precision).astype(diagonal)
-    A = dot_diagonal(E.astype(diagonal), keys, (1, 1))
-    P = dot_diagonal(Q.astype(diagonal), keys, (1, 1))
+        def add(mask_a, mask_p, A, P, parts):
+            return A + jnp.where(mask_a, parts[0], 0.0), P + jnp.where(mask_p, parts[1], 0.0)
 
-    def exact(s, carry):
-        """Column j of every diagonal block, for rows that need it: j from last to first, with the sum of g over (j, i] at hand."""
-        span, A, P = carry
-        j = BLOCK - 1 - s
-        k_j, g_j = sizes.block_rows(k_ref, start, j), sizes.block_rows(g_ref, start, j)
-        weighted = jnp.where(r.row % BLOCK >= j, jnp.exp(span), 0.0) * k_j
-        here = (r.col == r.row // BLOCK * BLOCK + j) & d.slow(precision)
-        A = jnp.where(here, jnp.sum(e * weighted, axis=1)[:, None], A)
-        P = jnp.where(here, jnp.sum(q * weighted, axis=1)[:, None], P)
-        span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
-        return span, A, P
+        up = d.up(1)
+        keys = (k * d.anchor()).astype(diagonal)
+        near = [dot_diagonal((x * up).astype(diagonal), keys, (1, 1)) for x in (e, q)]
 
-    _, A, P = lax.fori_loop(0, d.exact_steps(precision, always_exact), exact, (jnp.zeros_like(g), A, P))
-    A = jnp.where(r.same_block() & (r.row > r.col), A, 0.0)
-    P = jnp.where(r.same_block() & (r.row >= r.col), P, 0.0)
-    for half in r.levels():
-        keys = d.to_end(K, half).astype(op)
-        A = jnp.where(r.meet(half), dot(d.from_start(E, half).astype(op), keys, (1, 1)), A)
-        P = jnp.where(r.meet(half), dot(d.from_start(Q, half).astype(op), keys, (1, 1)), P)
+        def exact(s, carry):
+            """Column j of every diagonal block, for rows that need it: from the last j, with the sum of g over (j, i] at hand."""
+            span, *near = carry
+            j = BLOCK - 1 - s
+            k_j, g_j = (sizes.block_rows(x, start, j, kc) for x in (k_ref, g_ref))
+            weighted = jnp.where(r.row % BLOCK >= j, jnp.exp(span), 0.0) * k_j
+            here = (r.col == r.row // BLOCK * BLOCK + j) & d.slow
+            near = [jnp.where(here, jnp.sum(x * weighted, axis=1)[:, None], n) for x, n in zip((e, q), near)]
+            span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
+            return span, *near
 
+        _, *near = lax.fori_loop(0, d.exact_steps(always_exact), exact, (jnp.zeros_like(d.g), *near))
+        A, P = add(r.run(1) & (r.row > r.col), r.run(1) & (r.row >= r.col), A, P, near)
+        for half in r.levels():
+            up = d.up(half)
+            keys = (k * d.down(half)).astype(op)
+            A, P = add(r.meet(half), r.meet(half), A, P, [dot((x * up).astype(op), keys, (1, 1)) for x in (e, q)])
+
+        up = d.up(r.blocks)
+        bt.store_tile(qhat_ref, all_c, padded, q * up)
+        bt.store_tile(w_ref, all_c, padded, e * up)
+        bt.store_tile(ktil_ref, all_c, padded, k * d.down(r.blocks))
+        bt.store_tile(decay_ref, (0, 1, None), padded, d.total())
+        if debug_refs:  # G of the formulas, for tests that compare tensor for tensor.
+            bt.store_tile(debug_refs[0], all_c, padded, masked_sum(r.row >= r.col, d.g, precision, interpret))
+        return A, P
+
+    zero = jnp.zeros((sizes.C, sizes.C), f32)
+    A, P = lax.fori_loop(0, sizes.bk // k_tile, channels, (zero, zero))
     bt.store_tile(m_ref, all_c, all_c, A)
     bt.store_tile(p_ref, all_c, all_c, P)
-    bt.store_tile(qhat_ref, all_c, all_k, d.from_start(Q, r.blocks))
-    bt.store_tile(ktil_ref, all_c, all_k, d.to_end(K, r.blocks))
-    decay = d.block[0]
-    for block in d.block[1:]:
-        decay *= block
-    bt.store_tile(decay_ref, (0, 1, None), all_k, decay)
-    if debug_refs:  # G and A of the formulas, for tests that compare tensor for tensor.
-        bt.store_tile(debug_refs[0], all_c, all_k, masked_sum(r.row >= r.col, g, precision, interpret))
+    if debug_refs:
         bt.store_tile(debug_refs[1], all_c, all_c, A)
 
     invert(m_ref, r, interpret)
     M = bt.load_tile(m_ref, all_c, all_c).astype(op)
-    bt.store_tile(w_ref, all_c, all_k, dot(M, d.from_start(E, r.blocks).astype(op)))
+
+    def erased(tile, carry):
+        """W = M Ehat, in place."""
+        padded = (tile * k_tile, k_tile, None)
+        W = dot(M, bt.load_tile(w_ref, all_c, padded))
+        bt.barrier(interpret)
+        bt.store_tile(w_ref, all_c, padded, W)
+        return carry
+
+    lax.fori_loop(0, sizes.bk // k_tile, erased, 0)
     slab = min(sizes.bv, V_SLAB)
     for first in range(0, sizes.bv, slab):
         vc = sizes.v_cols(first, slab)
@@ -231,6 +245,7 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
         interpret=interpret,
         sizes=sizes,
         scale=scale,
+        k_tile=min(config.k_tile, bk),
         precision=precision,
         always_exact=config.always_exact,
     )
