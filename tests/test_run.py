@@ -152,6 +152,15 @@ class RunTest(parameterized.TestCase):
         self.assertIn(f"{self.root} -m pytest", self.asked("-m pytest")[-1])
         self.assertEndsWith(self.asked("-m pytest")[-1], " -k a b")
 
+    def test_tests_run_in_parallel_unless_there_is_a_gpu(self):
+        self.add_python()
+        self.call("test")
+        self.add_nvidia_smi("580.95.05", "13.0")
+        self.call("test")
+        without, with_gpu = self.asked("-m pytest")
+        self.assertIn(" -n auto ", without)
+        self.assertNotIn(" -n ", with_gpu)
+
     def test_bench_runs_in_the_folder_of_the_caller(self):
         self.add_python()
         elsewhere = self.folder / "elsewhere"
