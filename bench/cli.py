@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import app, flags
@@ -25,10 +26,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def define(*, impl: str, preset: str, mode: str = "fwd,fwdbwd") -> None:
     """The flags that all operators have, with the operator's defaults."""
     flags.DEFINE_list("impl", impl.split(",") if impl else [], "Arms and groups of arms to measure.")
-    flags.DEFINE_list("preset", preset.split(",") if preset else [], "Problem sizes by name; see the module's docstring.")
+    flags.DEFINE_list(
+        "preset", preset.split(",") if preset else [], "Problem sizes by name; see the module's docstring."
+    )
     flags.DEFINE_list("mode", mode.split(","), f"What to run: {', '.join(MODES)}.")
     flags.DEFINE_integer("rounds", None, "Rounds (default 10 on a GPU, 3 without one).", lower_bound=1)
     flags.DEFINE_string("json", None, "File for the results, raw samples included.")
+    flags.DEFINE_bool("resume", False, "Keep the cases that --json has already and measure the rest.")
     flags.DEFINE_float("budget", None, "Seconds after which what is left becomes NOT MEASURED.", lower_bound=1)
     flags.DEFINE_float("arm_limit", 120.0, "Seconds an arm may take to compile and first run one mode.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Seed of the inputs and of the order of the rounds.")
@@ -150,7 +154,7 @@ def measure(
         path = pathlib.Path(FLAGS.json)
     wanted = modes()
     todo = list(jobs)
-    if resume and path is not None and path.exists():
+    if (resume or FLAGS.resume) and path is not None and path.exists():
         document["rows"] = _done(results.load(path), header)
         have = {results.key(row) for row in document["rows"]}
         todo = [(case, arms) for case, arms in jobs if not _keys(case, arms, wanted) <= have]
@@ -209,7 +213,9 @@ def _keys(case: Case, arms: Sequence[Arm], wanted: Sequence[str]) -> set[tuple[s
 def _done(old: Mapping[str, Any], header: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of an earlier run on this device that need no second one: interrupted or cut-off ones do."""
     if old["device"]["kind"] != header["kind"]:
-        raise UsageError(f"the results there are of {old['device']['kind']}, this is {header['kind']}: use another --out")
+        raise UsageError(
+            f"the results there are of {old['device']['kind']}, this is {header['kind']}: use another --out"
+        )
     again = ("interrupted", "the time budget", "round ")
     return [row for row in old["rows"] if not (row["status"] == "NOT MEASURED" and row["reason"].startswith(again))]
 
@@ -225,3 +231,21 @@ def run(main: Callable[[Sequence[str]], Any]) -> None:
             sys.exit(2)
 
     app.run(guarded(main), flags_parser=parse)
+
+
+@contextlib.contextmanager
+def flags_as(**values: Any) -> Iterator[None]:
+    """Flags with these values for a while, defined if they are not: for calling a command's main from Python."""
+    before = {}
+    for name, value in values.items():
+        if name not in FLAGS:
+            flags.DEFINE_string(name, None, "set by flags_as")
+        if not FLAGS.is_parsed():
+            FLAGS.mark_as_parsed()
+        before[name] = FLAGS[name].value
+        FLAGS[name].value = value
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            FLAGS[name].value = value

@@ -112,7 +112,7 @@ def l2_bytes() -> int | None:
 
 def cpu_name() -> str:
     try:
-        for line in open("/proc/cpuinfo", encoding="utf8"):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

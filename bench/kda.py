@@ -3,9 +3,9 @@
     python -m bench.kda --impl=pallas,torch
     python -m bench.kda --impl=pallas,xla,torch,fla,jla --preset=report32,kimi8k --json out.json
 
---impl   arms: pallas, pallas_save, xla, recurrent, torch_loop, torch_solve, torch_exact (no positive exponents),
-         torch_compile, torch_compile_max, fla_default, fla_safe, jla; groups: torch (eager row loop, eager solve_triangular, torch.compile),
-         fla (both settings), peers (fla, jla), ours (pallas, xla, recurrent), all
+--impl   arms: pallas, pallas_save (residuals saved), xla, recurrent, torch_loop, torch_solve, torch_exact (no
+         positive exponents), torch_compile, torch_compile_max, fla_default, fla_safe, jla; groups: torch (eager row
+         loop, eager solve_triangular, torch.compile), fla (both settings), peers (fla, jla), ours, all
 --preset report32, report16, kimi8k, train, few, many, long, cpu (default: report32 on a GPU, cpu without one)
 --shape  B,T,H,K[,V[,HV]] instead of a preset
 --g      a number: every log decay is that constant instead of the preset's recipe
@@ -282,8 +282,8 @@ def cases(
     if g is not None and not g <= 0:
         raise UsageError(f"--g: a log decay is at most 0, got {g}")
     out = []
-    for name in [name] if shape else cli.choose(presets, PRESETS, "--preset"):
-        preset = Preset(1, 1, 1, 1, 1, "float32") if shape else PRESETS[name]
+    for each in [name] if shape else cli.choose(presets, PRESETS, "--preset"):
+        preset = Preset(1, 1, 1, 1, 1, "float32") if shape else PRESETS[each]
         params = dataclasses.asdict(preset) | {"HV": preset.H, "seed": seed}
         if shape:
             params |= parse_shape(shape)
@@ -291,7 +291,7 @@ def cases(
             params["dtype"] = dtype
         if g is not None:
             params["g"] = g
-        out.append(Case(op, name, params))
+        out.append(Case(op, each, params))
     return out
 
 
@@ -302,9 +302,7 @@ def main(argv: Sequence[str]) -> int:
     presets = F.preset or (["report32"] if device.has_gpu() else ["cpu"])
     if F.precision not in (None, "fp32", "tf32", "16bit"):
         raise UsageError(f"--precision: {F.precision!r} is not known; choose from fp32, tf32, 16bit")
-    wanted = [
-        case for op in ops for case in cases(op, presets, shape=F.shape, dtype=F.dtype, g=F.g, seed=F.seed)
-    ]
+    wanted = [case for op in ops for case in cases(op, presets, shape=F.shape, dtype=F.dtype, g=F.g, seed=F.seed)]
     for case in wanted:
         if (F.precision in ("fp32", "tf32")) != (case.params["dtype"] == "float32") and F.precision:
             raise UsageError(f"--precision: {F.precision} does not go with {case.params['dtype']} inputs ({case.name})")

@@ -19,8 +19,9 @@ def _names(case: Case) -> tuple[str, ...]:
 
 def ours(case: Case, options: dict[str, Any]) -> Built:
     """dormouse_jax by implementation name; Pallas kernels in interpret mode where there is no GPU."""
-    import dormouse_jax
     import jax
+
+    import dormouse_jax
 
     function = getattr(dormouse_jax, case.op)
     interpret = options["implementation"].startswith("pallas") and jax.default_backend() != "gpu"
@@ -42,6 +43,7 @@ _WHOLE_CHUNKS = 32
 def torch_port(case: Case, options: dict[str, Any]) -> Built:
     """The chunked PyTorch port: eager, whole under torch.compile, or in compiled parts."""
     import torch
+
     import torch_ref.kda
 
     function = getattr(torch_ref.kda, f"chunk_{case.op}")
@@ -87,6 +89,7 @@ def fla(case: Case, options: dict[str, Any]) -> Built:
         from fla.ops.kda import chunk_kda as function
     else:
         from fla.ops.gdn2 import chunk_gdn2 as function
+
         if case.params["HV"] != case.params["H"]:
             raise Unsupported("its gdn2 takes no grouped value heads")
     scale = case.params["K"] ** -0.5
@@ -123,9 +126,7 @@ def jla(case: Case, options: dict[str, Any]) -> Built:
 
     def forward(inputs):
         given = {spelled.get(n, n): inputs[n] for n in gates}
-        o, _ = linear_attention(
-            case.op, inputs["q"], inputs["k"], inputs["v"], impl="mosaic_gpu", scale=scale, **given
-        )
+        o, _ = linear_attention(case.op, inputs["q"], inputs["k"], inputs["v"], impl="mosaic_gpu", scale=scale, **given)
         return {"o": o}
 
     return Built(forward)

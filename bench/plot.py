@@ -152,8 +152,8 @@ def _panels(
             floor = tick(members[0]) if tick else None
             if floor:
                 axis.plot([floor] * 2, [bottom - 0.6, bottom + height - 0.4], color="#222222", lw=1.2, ls=(0, (2, 1.2)))
-            drawn = [(value(row), row) for row in members]
-            drawn = sorted(((x, row) for x, row in drawn if _drawable(x)), key=lambda pair: pair[0], reverse=ascending)
+            drawn = [(x, row) for row in members if (x := value(row)) is not None and _drawable(x)]
+            drawn.sort(key=lambda pair: pair[0], reverse=ascending)
             for line, (x, row) in enumerate(drawn, start=height - len(drawn)):
                 _dot(axis, bottom + line, x, row, faint(row) if faint else None, style, text)
         if rule is not None:
@@ -165,7 +165,9 @@ def _panels(
         low, high = axis.get_xlim()
         axis.set_xlim(low, high * (high / low) ** 0.48)  # room for the names right of the dots
     labels = {case: _case_label(members[0]) for cases in modes.values() for case, members in cases.items()}
-    axes[0][0].set_yticks([bottoms[c] + (heights[c] - 1) / 2 for c in bottoms], [labels[c] for c in bottoms], fontsize=7.5)
+    axes[0][0].set_yticks(
+        [bottoms[c] + (heights[c] - 1) / 2 for c in bottoms], [labels[c] for c in bottoms], fontsize=7.5
+    )
     first = next(iter(modes.values()))
     top = next((case for case in reversed(bottoms) if case in first), None)
     if tick is not None and top is not None and tick(first[top][0]):
@@ -187,7 +189,9 @@ def _drawable(x: float | None) -> bool:
     return x is not None and math.isfinite(x) and x > 0
 
 
-def _dot(axis: Any, y: float, x: float, row: Row, soft: float | None, style: Style, text: Callable[[float], str]) -> None:
+def _dot(
+    axis: Any, y: float, x: float, row: Row, soft: float | None, style: Style, text: Callable[[float], str]
+) -> None:
     color, ours = style.color[row["arm"]], base(row["arm"]) == "pallas"
     right = x
     if soft is not None and _drawable(soft):

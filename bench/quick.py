@@ -1,6 +1,6 @@
 """Every operator at a small shape, accuracy and time: did a change break or slow anything, in about a minute?
 
-    python -m bench.quick [--dtype=float32|bfloat16|float16]
+python -m bench.quick [--dtype=float32|bfloat16|float16]
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from absl import flags
 
 from bench import cli, device, kda
-
 
 _SHAPE = {True: "2,1024,16,64", False: "1,64,1,32"}  # by whether there is a GPU
 _IMPL = {True: ("pallas", "xla", "torch_solve", "fla_safe", "jla"), False: ("pallas", "xla", "torch_solve")}

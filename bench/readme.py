@@ -23,7 +23,7 @@ _SHOWN = ("python", "jax", "torch", "triton", "fla-core", "jax-linear-attention"
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    return LABELS.get(base(row["arm"]), row["arm"]).replace(" (ours)", "")
+    return str(LABELS.get(base(row["arm"]), row["arm"])).replace(" (ours)", "")
 
 
 def markdown(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], root: pathlib.Path) -> str:
@@ -43,8 +43,8 @@ def markdown(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], root: 
         stack = ", ".join(f"{k} {versions[k]}" for k in _SHOWN if k in versions)
         lines += [
             f"**{device}**, {', '.join(dates)}{f', driver {driver}' if driver else ''}; {stack}.",
-            f"Milliseconds of {stats.CLOCK_TITLES[clock]}; ratio: ours over the fastest correct other implementation in "
-            "the same run, below 1 is a win. Losses first.",
+            f"Milliseconds of {stats.CLOCK_TITLES[clock]}; ratio: ours over the fastest correct other implementation "
+            "in the same run, below 1 is a win. Losses first.",
             "",
             "| operator, case | | ours | error, worst gradient | fastest other | ratio | of the roofline | verdict |",
             "|---|---|---|---|---|---|---|---|",

@@ -31,7 +31,7 @@ wall: host clock from call to results ready. bwd: the difference between forward
 MiB: bytes beyond inputs and outputs (XLA's temporaries, torch's peak). krn: kernels launched; alloc: allocations.
 err: RMS error over RMS of the fp64 oracle; ULP: max|err| / (RMS(ref) eps(dtype)). The worst gradient is named.
 floor: compulsory bytes over the copy bandwidth (or operations over the matmul rate), as measured here just now.
-ratio: time over the fastest correct other arm's, paired by round. ±: 95 % interval of the median. TIE: interval inside +-3 %."""
+ratio: time over the fastest correct other arm's, paired by round. ±: 95 % interval. TIE: interval inside +-3 %."""
 
 
 def print_header(console: Console, document: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ def error_cells(row: Mapping[str, Any], outputs: Sequence[str]) -> tuple[str, st
 
 
 def with_interval(summary: Mapping[str, float] | None) -> str:
-    """"0.512 ±0.4%": the median and the farther end of its 95 % interval."""
+    """ "0.512 ±0.4%": the median and the farther end of its 95 % interval."""
     if not summary:
         return "-"
     median = summary["median"]

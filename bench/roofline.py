@@ -67,7 +67,11 @@ def _probe_torch() -> dict[str, Any]:
     del x, y
     n, flops = 8192, {}
     a, b = torch.randn(n, n, device="cuda"), torch.randn(n, n, device="cuda")
-    for name, dtype, tf32 in (("bf16", torch.bfloat16, False), ("tf32", torch.float32, True), ("float32", torch.float32, False)):
+    for name, dtype, tf32 in (
+        ("bf16", torch.bfloat16, False),
+        ("tf32", torch.float32, True),
+        ("float32", torch.float32, False),
+    ):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         x, y = a.to(dtype), b.to(dtype)
         flops[name] = 2 * n**3 / best(lambda x=x, y=y: x @ y)

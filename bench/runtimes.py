@@ -364,7 +364,10 @@ class TorchRuntime(Runtime):
             grads = torch.autograd.grad(
                 [out[o] for o in cotangents], [given[n] for n in names], [inputs[c] for c in cotangents.values()]
             )
-            return {**{o: out[o].detach() for o in cotangents}, **{f"d{n}": x for n, x in zip(names, grads)}}
+            return {
+                **{o: out[o].detach() for o in cotangents},
+                **{f"d{n}": x for n, x in zip(names, grads, strict=True)},
+            }
 
         return {"fwd": fwd, "fwd_res": fwd_res, "fwdbwd": fwdbwd}[mode]
 
@@ -410,7 +413,7 @@ class TorchRuntime(Runtime):
         self.scratch.fill_(1.0)
 
     def _profile(self, body: Callable[[], None]) -> list[tuple[str, int, float]]:
-        """[(kernel name, start ns, ms)] of what `body` launched, in order of start. Copies and fills by DMA left out."""
+        """[(kernel name, start ns, ms)] of what `body` launched, in order of start, copies and fills left out."""
         torch = self.torch
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             body()
@@ -482,5 +485,3 @@ def one_line(error: BaseException | str, limit: int = 200) -> str:
     if isinstance(error, BaseException) and not isinstance(error, (Unsupported, NotImplementedError)):
         line = f"{type(error).__name__}: {line}"
     return line if len(line) <= limit else line[: limit - 1] + "…"
-
-

@@ -97,7 +97,7 @@ def paired_ratio(mine: Sequence[float], other: Sequence[float]) -> dict[str, flo
 def compare(ratio: Mapping[str, float]) -> str:
     """FASTER, TIE, SLOWER or AMBIGUOUS from a ratio of times (mine / other) with its interval."""
     low, high = ratio["low"], ratio["high"]
-    if 1 - TIE_BAND <= low and high <= 1 + TIE_BAND:
+    if low >= 1 - TIE_BAND and high <= 1 + TIE_BAND:
         return "TIE"
     if high < 1.0:
         return "FASTER"

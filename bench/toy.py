@@ -1,6 +1,6 @@
 """A tiny operator (y = x * w) with honest and dishonest arms: what the harness's own tests measure.
 
-    python -m bench.toy --impl=good,wrong_gradient,sleeps,cached,crashes,hangs --json out.json
+python -m bench.toy --impl=good,wrong_gradient,sleeps,cached,crashes,hangs --json out.json
 """
 
 from __future__ import annotations
@@ -102,21 +102,32 @@ def hangs(case: Case, options: dict[str, Any]) -> Built:
     return _built(call)
 
 
+def drags(case: Case, options: dict[str, Any]) -> Built:
+    """Quick on the small case, endless on the large one: for interrupting."""
+    return hangs(case, options) if case.name == "large" else good(case, options)
+
+
+def differentiated(case: Case, options: dict[str, Any]) -> Any:
+    """Only a forward, in JAX or torch alike: the runtime makes the other modes."""
+    return lambda inputs: {"y": inputs["x"] * inputs["w"]}
+
+
 def raises(case: Case, options: dict[str, Any]) -> Built:
     raise NotImplementedError("this arm does not take such a case")
 
 
-_NAMES = ("good", "wrong_gradient", "sleeps", "cached", "crashes", "crashes_late", "hangs", "raises")
-
-
 def arms() -> dict[str, Arm]:
-    def arm(name: str) -> Arm:
-        target, options = (("crashes", {"after": 5}) if name == "crashes_late" else (name, {}))
-        return Arm(name, "numpy", f"bench.toy:{target}", options, ours=name == "good", modes=("fwd", "fwdbwd"))
-
-    return {name: arm(name) for name in (*_NAMES, "absent")} | {
-        "absent": Arm("absent", "numpy", "bench.toy:good", requires=("no_such_package",), modes=("fwd", "fwdbwd"))
-    }
+    modes = ("fwd", "fwdbwd")
+    host = [good, wrong_gradient, sleeps, cached, crashes, hangs, drags, raises]
+    found = [Arm(f.__name__, "numpy", f"bench.toy:{f.__name__}", ours=f is good, modes=modes) for f in host]
+    found += [
+        Arm("crashes_late", "numpy", "bench.toy:crashes", {"after": 5}, modes=modes),
+        Arm("absent", "numpy", "bench.toy:good", requires=("no_such_package",), modes=modes),
+        Arm("in_jax", "jax", "bench.toy:differentiated", requires=("jax",), ours=True),
+        Arm("in_torch", "torch", "bench.toy:differentiated", requires=("torch",), ours=True),
+        Arm("unproved", "jax", "bench.toy:differentiated", requires=("jax",), proof=("toy_kernel",)),
+    ]
+    return {arm.name: arm for arm in found}
 
 
 def cases(presets: Sequence[str]) -> list[Case]:

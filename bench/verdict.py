@@ -39,7 +39,13 @@ def verdicts(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], ours: 
 
 
 def _entry(row: dict[str, Any], others: list[dict[str, Any]], document: Mapping[str, Any], path: pathlib.Path):
-    entry: dict[str, Any] = {"row": row, "device": document["device"]["kind"], "path": path, "ratio": None, "best": None}
+    entry: dict[str, Any] = {
+        "row": row,
+        "device": document["device"]["kind"],
+        "path": path,
+        "ratio": None,
+        "best": None,
+    }
     entry["verdict"] = row["status"]
     clock = stats.primary(row)
     if row["status"] == "OK" and clock:
@@ -117,7 +123,9 @@ def main(argv: Sequence[str]) -> int:
     devices = sorted({entry["device"] for entry in entries})
     dates = sorted({document["device"]["date"] for _, document in documents})
     clocks = sorted({stats.CLOCK_TITLES[e["clock"]] for e in entries if e.get("clock")})
-    console.print(f"{', '.join(devices)}; measured {', '.join(dates)}; times: {', '.join(clocks) or 'none'}", markup=False)
+    console.print(
+        f"{', '.join(devices)}; measured {', '.join(dates)}; times: {', '.join(clocks) or 'none'}", markup=False
+    )
     if not all(document["device"]["gpu"] for _, document in documents):
         console.print("Some results have no GPU behind them: their times mean nothing.", style="bold")
     console.print(table(entries))

@@ -56,8 +56,8 @@ class Worker:
         self.release()
         parsed, the_case = Arm.from_json(arm), Case.from_json(case)
         kind = runtimes.RUNTIMES[parsed.framework]
-        self.runtime = kind(operator(the_case.op), the_case, parsed, load_arrays(pathlib.Path(inputs)))
-        return {"note": self.runtime.built.note, "tune_s": self.runtime.built.tune_s}
+        runtime = self.runtime = kind(operator(the_case.op), the_case, parsed, load_arrays(pathlib.Path(inputs)))
+        return {"note": runtime.built.note, "tune_s": runtime.built.tune_s}
 
     def prepare(self, mode: str) -> dict[str, Any]:
         assert self.runtime is not None
