@@ -1,0 +1,146 @@
+"""The KDA kernels themselves: intermediates against the PyTorch port by name, and every configuration of the table."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import kda as kernels
+from tests import helpers
+from tests.helpers import OPERATORS, Shape
+from torch_ref import kda as port
+
+SHAPE = Shape(B=2, T=41, H=1, HV=2, K=20, V=24)
+INTERMEDIATES = ("G", "A", "P", "M", "W", "U", "states")
+
+
+def arguments(p):
+    """The problem's inputs as the kernels take them: q, k, v, g, erase, write, initial_state."""
+    gates = tuple(p.inputs.values())[4:]
+    gates = (gates[0], None) if p.operator == "kda" else gates
+    arrays = (*tuple(p.inputs.values())[:4], *gates, p.initial_state)
+    return tuple(None if x is None else jnp.asarray(x) for x in arrays)
+
+
+def config_for(precision, shape=SHAPE, chunk_size=None):
+    return kernels.choose_config(
+        jax.devices()[0].device_kind,
+        K=shape.K,
+        V=shape.V,
+        T=shape.T,
+        batch_heads=shape.B * shape.HV,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+
+
+def options_for(p, precision, config):
+    scale = p.inputs["q"].shape[-1] ** -0.5
+    return {"scale": scale, "precision": precision, "config": config, "interpret": not helpers.on_gpu()}
+
+
+def value_and_grads(p, precision, config, *, save):
+    """As `helpers.value_and_grads`, straight from the kernels."""
+    options = options_for(p, precision, config)
+    inputs = arguments(p)
+
+    @jax.jit
+    def run(inputs, do, dfinal_state):
+        o, final_state, residuals = kernels.forward(*inputs, save=save, **options)
+        return o, final_state, kernels.backward(*inputs, residuals, do, dfinal_state, **options)
+
+    o, final_state, grads = run(inputs, jnp.asarray(p.do), jnp.asarray(p.dfinal_state))
+    names = [f"d{name}" for name in p.inputs] + ["dinitial_state"]
+    found = [d for d in grads if d is not None]
+    return {"o": o, "final_state": final_state} | dict(zip(names, found, strict=True))
+
+
+def port_intermediates(p, chunk_size, dtype, matmul_dtype=None):
+    fn = port.chunk_kda if p.operator == "kda" else port.chunk_gdn2
+    inputs = (torch.tensor(np.asarray(x, np.float64)).to(dtype) for x in p.inputs.values())
+    state = torch.tensor(np.asarray(p.initial_state, np.float64)).to(dtype)
+    _, _, found = fn(
+        *inputs, initial_state=state, chunk_size=chunk_size, matmul_dtype=matmul_dtype, return_intermediates=True
+    )
+    return {name: found[name].double().numpy() for name in INTERMEDIATES}
+
+
+class IntermediatesTest(parameterized.TestCase):
+    """Tensor for tensor, by name, against the chunked PyTorch port."""
+
+    @parameterized.named_parameters(
+        (f"{operator}_{precision}_{chunk_size}", operator, precision, chunk_size)
+        for operator, precision, chunk_size in itertools.product(OPERATORS, ("fp32", "tf32", "16bit"), (16, 32, 64))
+        if helpers.on_gpu() or (operator, precision, chunk_size) in (("kda", "fp32", 32), ("gdn2", "16bit", 16))
+    )
+    def test_against_the_port(self, operator, precision, chunk_size):
+        dtype = jnp.bfloat16 if precision == "16bit" else jnp.float32
+        p = helpers.problem(operator, SHAPE, dtype=dtype)
+        options = options_for(p, precision, config_for(precision, chunk_size=chunk_size))
+        got = jax.jit(functools.partial(kernels.forward_intermediates, **options))(*arguments(p))
+        want = port_intermediates(p, chunk_size, torch.float64)
+        self.assertContainsSubset(INTERMEDIATES, got)
+        for name in INTERMEDIATES:
+            bar = {"fp32": 2e-6, "tf32": 2e-3, "16bit": 8e-3}[precision]
+            if name == "G":  # Never of the operands' precision: an error of G is a relative error of every decay.
+                bar = 2e-7 if precision == "fp32" else 4e-6
+            helpers.assert_close(got[name], want[name], rms=bar, name=name)
+
+    def test_strong_gates_and_repeated_keys(self):
+        p = helpers.problem("kda", SHAPE)
+        g = np.where(np.random.default_rng(0).random(p.inputs["g"].shape) < 1 / 3, -50.0, p.inputs["g"])
+        k = np.repeat(p.inputs["k"][:, :1], SHAPE.T, axis=1)
+        p = p.replace(k=k, g=g, beta=np.ones_like(p.inputs["beta"]))
+        options = options_for(p, "fp32", config_for("fp32", chunk_size=32))
+        got = jax.jit(functools.partial(kernels.forward_intermediates, **options))(*arguments(p))
+        want = port_intermediates(p, 32, torch.float64)
+        for name in INTERMEDIATES:
+            helpers.assert_close(got[name], want[name], rms=2e-6, name=name)
+
+
+class ConfigurationTest(parameterized.TestCase):
+    @parameterized.parameters(*OPERATORS)
+    def test_the_exact_path_changes_no_bit(self, operator):
+        # Gates that send some rows of some blocks to the exact path, and leave whole blocks on the fast one.
+        p = helpers.problem(operator, SHAPE)
+        g = np.array(p.inputs["g"])
+        g[:, 5] = -40.0
+        g[:, 20:23] = -9.0
+        p = p.replace(g=g)
+        config = config_for("fp32", chunk_size=16)
+        results = [
+            value_and_grads(p, "fp32", dataclasses.replace(config, always_exact=exact), save=True)
+            for exact in (False, True)
+        ]
+        helpers.assert_same_bits(*results)
+        helpers.assert_all_close(results[0], helpers.oracle(p))
+
+    def test_every_configuration_of_the_table_against_the_oracle(self):
+        """A configuration can be miscompiled: none may be chosen that has not been held to the oracle on the device."""
+        if not helpers.on_gpu():
+            self.skipTest("it is about compiled kernels; interpreted ones ignore most of a configuration")
+        seen = set()
+        dims, heads = (16, 32, 64, 100, 128, 256), (1, 8, 32, 64, 128, 256, 1024)
+        for precision, dim, many, T in itertools.product(("16bit", "fp32", "tf32"), dims, heads, (512, 8192, 65536)):
+            config = config_for(precision, Shape(T=T, K=dim, V=dim, HV=many))
+            if (config, precision, dim) in seen:
+                continue
+            seen.add((config, precision, dim))
+            for operator, dtype in itertools.product(
+                OPERATORS, ("bfloat16", "float16") if precision == "16bit" else ("float32",)
+            ):
+                with self.subTest(operator=operator, precision=precision, dim=dim, dtype=dtype, config=str(config)):
+                    p = helpers.problem(operator, Shape(T=150, K=dim, V=dim, H=1, HV=2), dtype=jnp.dtype(dtype))
+                    want = helpers.oracle(p)
+                    for save in (False, True):
+                        got = value_and_grads(p, precision, config, save=save)
+                        helpers.assert_all_close(got, want, precision=precision)
+
+
+if __name__ == "__main__":
+    absltest.main()
