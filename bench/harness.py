@@ -107,7 +107,7 @@ class Session:
             env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         return env | dict(arm.env if arm else {})
 
-    def _spawn(self, name: str, arm: Arm | None, host_only: bool = False) -> None:
+    def spawn(self, name: str, arm: Arm | None, host_only: bool = False) -> None:
         """Starts the worker of that name unless it lives. Only in the main thread: a worker dies with the thread that
         started it (Linux ties the parent-death signal to the thread)."""
         worker = self.workers.get(name)
@@ -115,7 +115,7 @@ class Session:
             log = self.logs / f"{name.replace('#', '_')}.log"
             self.workers[name] = Worker(name, self._env(arm, host_only), log)
 
-    def _worker(self, name: str, framework: str) -> Worker:
+    def worker(self, name: str, framework: str) -> Worker:
         """The worker of that name, with its framework imported and its device woken up."""
         worker = self.workers[name]
         if not worker.awake:
@@ -169,12 +169,12 @@ class Session:
         self.progress.stage(f"{case.op} {case.name}: compile, check", len(arms) + 2)
         lanes = max(2, (os.cpu_count() or 2) // 2)
         for arm in arms:
-            self._spawn(arm.name, arm)
+            self.spawn(arm.name, arm)
         if self.probed is None:
-            self._spawn("roofline", None)
+            self.spawn("roofline", None)
         reference_folder = self._oracle_folder(op, case, folder)
         if not (reference_folder / "done").exists():
-            self._spawn("oracle", None, host_only=True)
+            self.spawn("oracle", None, host_only=True)
         with concurrent.futures.ThreadPoolExecutor(lanes + 2) as pool:
             try:
                 oracle = pool.submit(self._oracle, op, case, folder, reference_folder)
@@ -210,7 +210,7 @@ class Session:
         try:
             if self._left() <= 0:
                 raise WorkerError("the time budget was spent before its turn")
-            worker = self._worker(arm.name, arm.framework)
+            worker = self.worker(arm.name, arm.framework)
             info = worker.ask("case", limit, case=case.to_json(), arm=arm.to_json(), inputs=str(inputs))
         except WorkerError as error:
             for run in mine:
@@ -245,7 +245,7 @@ class Session:
     ) -> list[dict[str, np.ndarray]]:
         """The fp64 reference of each part. Raises WorkerError: without a reference there is nothing to measure."""
         if not (folder / "done").exists():
-            worker = self._worker("oracle", "numpy")
+            worker = self.worker("oracle", "numpy")
             worker.ask("oracle", 900, case=case.to_json(), inputs=str(inputs), folder=str(folder))
         return [load_arrays(folder / f"part{index}") for index in range(len(op.subset(case)))]
 
@@ -257,7 +257,7 @@ class Session:
     def _wake_probe(self) -> None:
         if self.probed is None:
             try:
-                self._worker("roofline", self._probe_kind())
+                self.worker("roofline", self._probe_kind())
             except WorkerError:
                 pass  # `_probe` asks again and reports
 
@@ -266,7 +266,7 @@ class Session:
         if self.probed is not None:
             return
         try:
-            worker = self._worker("roofline", self._probe_kind())
+            worker = self.worker("roofline", self._probe_kind())
             self.probed = worker.ask("probe", 180, kind=self._probe_kind())
             worker.stop()
         except WorkerError as error:

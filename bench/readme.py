@@ -23,7 +23,9 @@ _SHOWN = ("python", "jax", "torch", "triton", "fla-core", "jax-linear-attention"
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    return str(LABELS.get(base(row["arm"]), row["arm"])).replace(" (ours)", "")
+    """The arm as a reader knows it, with the precision of its products where that is not the inputs' own."""
+    precision = report.arm_name(row).removeprefix(row["arm"])
+    return str(LABELS.get(base(row["arm"]), row["arm"])).replace(" (ours)", "") + precision
 
 
 def markdown(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], root: pathlib.Path) -> str:
@@ -70,7 +72,7 @@ def _line(entry: Mapping[str, Any]) -> str:
     row, best, clock = entry["row"], entry["best"], entry.get("clock")
     error, gradient, _ = report.error_cells(row, report.outputs_of(row))
     accuracy = error if gradient == "-" else f"{error}, {gradient}"
-    other = f"{_label(best)} ({best['precision']}) {report.number(best['times'][clock]['median'])}" if best else "-"
+    other = f"{_label(best)} {report.number(best['times'][clock]['median'])}" if best else "-"
     ratio = entry["ratio"]
     shown = f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]" if ratio else "-"
     share = f"{100 * row['floor_share']:.0f} %" if row.get("floor_share") else "-"
@@ -78,7 +80,7 @@ def _line(entry: Mapping[str, Any]) -> str:
     verdict = entry["verdict"] + (f": {row['reason']}" if row["reason"] else "")
     return (
         f"| {row['op']} {row['case']} ({row.get('title', '')}) | {MODE_TITLES[row['mode']].split(' (')[0]} | "
-        f"{time} ({row['precision']}) | {accuracy} | {other} | {shown} | {share} | {verdict.replace('|', '/')} |"
+        f"{time} | {accuracy} | {other} | {shown} | {share} | {verdict.replace('|', '/')} |"
     )
 
 

@@ -27,8 +27,10 @@ COLORS = {
 _DEFINITIONS = """\
 cold, warm: device time of one call, the sum of its kernels' durations, with the L2 flushed by a kernel that writes 4x
 its size, and called back to back; median over rounds. Clocks: JAX by CUPTI, torch by its profiler.
+An arm's products have the inputs' own precision (float32-accurate, or 16 bit) unless its name says otherwise.
 wall: host clock from call to results ready. bwd: the difference between forward + backward and forward, by name only.
-MiB: bytes beyond inputs and outputs (XLA's temporaries, torch's peak). krn: kernels launched; alloc: allocations.
+MiB: bytes beyond inputs and outputs (XLA's temporaries, torch's peak). krn/al: kernels launched, allocations.
+cmp s: seconds to compile, a self-tuning arm's tuner included (+ seconds of tuning where the arm tells them apart).
 err: RMS error over RMS of the fp64 oracle; ULP: max|err| / (RMS(ref) eps(dtype)). The worst gradient is named.
 floor: compulsory bytes over the copy bandwidth (or operations over the matmul rate), as measured here just now.
 ratio: time over the fastest correct other arm's, paired by round. ±: 95 % interval. TIE: interval inside +-3 %."""
@@ -80,6 +82,24 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
+def scientific(value: float) -> str:
+    """ "1.2e-7": two digits, no zeros in the exponent."""
+    if not math.isfinite(value):
+        return number(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def arm_name(row: Mapping[str, Any]) -> str:
+    """The arm, with the precision of its products where that is not the inputs' own."""
+    natural = "fp32" if row["params"].get("dtype", "float32") == "float32" else "16bit"
+    return (
+        row["arm"]
+        if row["precision"] == natural or row["precision"] in row["arm"]
+        else f"{row['arm']} {row['precision']}"
+    )
+
+
 def error_cells(row: Mapping[str, Any], outputs: Sequence[str]) -> tuple[str, str, str]:
     """(error of the output, error of the worst gradient with its name, largest ULP)."""
     errors = row.get("errors") or {}
@@ -90,19 +110,19 @@ def error_cells(row: Mapping[str, Any], outputs: Sequence[str]) -> tuple[str, st
     worst = max(grads, key=lambda name: grads[name] / errors[name]["bar"]) if grads else ""
     ulp = max(e["ulp"] for e in errors.values())
     return (
-        f"{max(own):.1e}" if own else "-",
-        f"{grads[worst]:.1e} {worst}" if worst else "-",
-        number(ulp, 2) if ulp < 1e6 else f"{ulp:.0e}",
+        scientific(max(own)) if own else "-",
+        f"{scientific(grads[worst])} {worst}" if worst else "-",
+        number(ulp, 2) if ulp < 1e5 else f"1e{round(math.log10(ulp))}" if math.isfinite(ulp) else number(ulp),
     )
 
 
 def with_interval(summary: Mapping[str, float] | None) -> str:
-    """ "0.512 ±0.4%": the median and the farther end of its 95 % interval."""
+    """ "0.512 ±.4%": the median and the farther end of its 95 % interval."""
     if not summary:
         return "-"
     median = summary["median"]
     away = 100 * max(summary["high"] - median, median - summary["low"]) / median if median else 0.0
-    return f"{number(median)} ±{away:.{1 if away < 9.95 else 0}f}%"
+    return f"{number(median)} ±{f'{away:.1f}'.lstrip('0') if away < 0.95 else f'{away:.0f}'}%"
 
 
 def outputs_of(row: Mapping[str, Any]) -> list[str]:
@@ -133,7 +153,20 @@ def print_tables(console: Console, rows: Sequence[Mapping[str, Any]], gpu: bool)
         with_backward = mode == "fwdbwd"
         extra = (["err grad"], ["bwd"]) if with_backward else ([], [])
         launches = ["krn/al"] if gpu else []
-        for name in ("arm", "err", *extra[0], "ULP", *clocks, *extra[1], "MiB", *launches, "%fl", "ratio", "verdict"):
+        for name in (
+            "arm",
+            "err",
+            *extra[0],
+            "ULP",
+            *clocks,
+            *extra[1],
+            "MiB",
+            *launches,
+            "cmp s",
+            "%fl",
+            "ratio",
+            "verdict",
+        ):
             left = name in ("arm", "verdict", "err grad")
             table.add_column(name, justify="left" if left else "right", no_wrap=True)
         notes = []
@@ -157,8 +190,7 @@ def _cells(row: Mapping[str, Any], gpu: bool, with_backward: bool, forward: Mapp
     backward = "-"
     if with_backward and forward and clock and forward.get(clock):
         backward = number(times[clock]["median"] - forward[clock]["median"])
-    precision = "" if row["precision"] in row["arm"] else f" {row['precision']}"
-    cells: list[Any] = [row["arm"] + precision, out, *([grad] if with_backward else []), ulp]
+    cells: list[Any] = [arm_name(row), out, *([grad] if with_backward else []), ulp]
     if gpu:
         cells.append(with_interval(times.get("device_cold")))
         cells += [number(times[c]["median"]) if times.get(c) else "-" for c in ("device_warm", "wall")]
@@ -170,6 +202,8 @@ def _cells(row: Mapping[str, Any], gpu: bool, with_backward: bool, forward: Mapp
     cells.append(number(memory / 2**20) if memory is not None else "-")
     if gpu:
         cells.append(f"{row['launches'] or '-'}/{row.get('allocations') or '-'}")
+    spent = [row.get("compile_s"), row.get("tune_s")]
+    cells.append("+".join(number(seconds, 2) for seconds in spent if seconds is not None) or "-")
     cells.append(f"{100 * row['floor_share']:.0f}" if row.get("floor_share") else "-")
     cells.append(with_interval(row.get("ratio")))
     cells.append(Text(row["verdict"], style=COLORS.get(row["verdict"], "default")))

@@ -315,7 +315,9 @@ class TorchRuntime(Runtime):
         self.torch = torch
         self.gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.gpu else "cpu")
-        torch._dynamo.reset()  # nothing that an earlier case compiled may serve this one
+        self.compiles = "compile" in arm.options
+        if self.compiles:
+            torch._dynamo.reset()  # nothing that an earlier case compiled may serve this one
         self.flush_name = ""
         if self.gpu:
             torch.cuda.set_device(0)
@@ -373,8 +375,7 @@ class TorchRuntime(Runtime):
 
     def prepare(self, mode: str) -> dict[str, Any]:
         torch = self.torch
-        counters = torch._dynamo.utils.counters
-        graphs = counters["stats"]["unique_graphs"]
+        graphs = self._graphs()
         function = self.functions[mode] = self.function(mode)
         start = time.perf_counter()
         try:
@@ -383,6 +384,8 @@ class TorchRuntime(Runtime):
             raise Unsupported(f"out of memory (limit 100 GB): {one_line(error)}") from error
         self.sync()
         first_s = time.perf_counter() - start
+        if self.compiles and self._graphs() == graphs:
+            raise Unsupported("torch.compile captured no graph: this would be the eager arm again")
         start = time.perf_counter()
         function(self.inputs)
         self.sync()
@@ -403,8 +406,12 @@ class TorchRuntime(Runtime):
             "wall_s": wall_s,
             "memory_bytes": memory,
             "allocations": allocations,
-            "graphs": counters["stats"]["unique_graphs"] - graphs,
+            "graphs": self._graphs() - graphs,
         }
+
+    def _graphs(self) -> int:
+        """Graphs that torch.compile has captured so far."""
+        return self.torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiles else 0
 
     def outputs(self, mode: str) -> Mapping[str, Any]:
         return self.functions[mode](self.inputs)

@@ -81,6 +81,23 @@ class Worker:
         assert self.runtime is not None
         return self.runtime.sample(mode, what, n)
 
+    def trace(self, mode: str, n: int, folder: str) -> dict[str, Any]:
+        """Mean milliseconds of one call by a trace of JAX's own profiler: the second opinion on CUPTI's sums."""
+        import jax
+
+        from bench.crosscheck import kernel_ms
+
+        run = self.runtime
+        assert run is not None
+        jax.block_until_ready(run.outputs(mode))
+        with jax.profiler.trace(folder):
+            for _ in range(n):
+                jax.block_until_ready(run.outputs(mode))
+        kernels = kernel_ms(pathlib.Path(folder))
+        if not kernels or len(kernels) % n:
+            raise runtimes.Unsupported(f"the trace holds {len(kernels)} kernels of {n} calls")
+        return {"ms": sum(ms for _, ms in kernels) / n, "kernels": runtimes.tally(kernels)}
+
     def release(self) -> dict[str, Any]:
         self.runtime = None
         gc.collect()

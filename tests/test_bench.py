@@ -237,7 +237,7 @@ class FilesTest(parameterized.TestCase):
     def test_the_readme_block_is_made_from_the_file(self):
         path = self.save("kda.json", [row("pallas", noisy(1.0)), row("fla_safe", noisy(2.0))])
         text = readme.markdown([(path, results.load(path))], self.folder)
-        for part in ("NVIDIA Test", "2026-01-01", "jax 0.11.2", "FLA safe_gate", "FASTER", "kda.json", "1.0e-07"):
+        for part in ("NVIDIA Test", "2026-01-01", "jax 0.11.2", "FLA safe_gate", "FASTER", "kda.json", "1.0e-7"):
             self.assertIn(part, text)
 
     @absltest.skipIf(importlib.util.find_spec("matplotlib") is None, "matplotlib is not installed")
@@ -254,10 +254,12 @@ class FilesTest(parameterized.TestCase):
     def test_tables_fit_the_width(self):
         from rich.console import Console
 
-        long = {"note": "x" * 500, "memory_bytes": 123456 << 20, "launches": 1234, "allocations": 4321}
-        rows = [row("torch_compile_max", noisy(12345.6), **long), row("pallas_save", noisy(98765.4), **long)]
-        for each in rows:
-            each["times"] |= {"device_warm": stats.summary(noisy(12345.6)), "wall": stats.summary(noisy(12345.6))}
+        long = {"note": "x" * 500, "memory_bytes": 12345 << 20, "launches": 1234, "allocations": 4321, "tune_s": 210.0}
+        rows = [row("torch_compile_max", noisy(123.456), **long), row("fla_default", noisy(98765.4), **long)]
+        rows[1] |= {"precision": "tf32"}
+        rows += [row("absent", [], status="NOT MEASURED", reason="not installed")]
+        for each in rows[:2]:
+            each["times"] |= {"device_warm": stats.summary(noisy(123.456)), "wall": stats.summary(noisy(12345.6))}
             each["errors"] = {n: {"rms": 1.23e-7, "ulp": 123456.0, "bar": 1e-5} for n in ("o", "dq", "dbeta")}
         stats.judge(rows)
         out = io.StringIO()
