@@ -38,6 +38,8 @@ def define(*, impl: str, preset: str, mode: str = "fwd,fwdbwd") -> None:
     flags.DEFINE_integer("seed", 0, "Seed of the inputs and of the order of the rounds.")
     flags.DEFINE_bool("cold", True, "Time with a flushed L2 (GPU).")
     flags.DEFINE_bool("warm", True, "Time with a warm L2 (GPU).")
+    flags.DEFINE_integer("repeats", 0, "Calls that must equal the first bit for bit, per arm and mode.", lower_bound=0)
+    flags.DEFINE_bool("kernels", False, "List every arm's kernels with their times.")
     flags.DEFINE_string("logs", None, "Folder that keeps the workers' logs.")
 
 
@@ -169,6 +171,7 @@ def measure(
         seed=FLAGS.seed,
         cold=FLAGS.cold,
         warm=FLAGS.warm,
+        repeats=FLAGS.repeats,
         cache=default_cache(),
         logs=pathlib.Path(FLAGS.logs) if FLAGS.logs else None,
     )
@@ -193,6 +196,8 @@ def measure(
             if path:
                 results.save(path, document)
             report.print_tables(console, rows, gpu)
+            if FLAGS.kernels:
+                report.print_kernels(console, rows)
             if interrupted:
                 break
     report.print_footer(console, document)

@@ -40,6 +40,7 @@ class Options:
     cold: bool = True
     warm: bool = True
     min_rounds: int = 3
+    repeats: int = 0
     cache: pathlib.Path | None = None
     logs: pathlib.Path | None = None
 
@@ -67,6 +68,7 @@ class _Run:
     samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    repeats: dict[str, int] | None = None
     off: set[str] = dataclasses.field(default_factory=set)  # clocks that turned out not to work here
 
     @property
@@ -199,6 +201,7 @@ class Session:
             if run.open:
                 self._check(op, case, run, reference)
         self._rounds(case, [run for run in runs if run.open])
+        self._repeat(case, [run for run in runs if run.open])
         for worker in self.workers.values():
             if worker.alive:
                 worker.send("release", 60)  # answered before whatever is asked next
@@ -330,6 +333,26 @@ class Session:
                 self._sample(run, index, runs)
                 self.progress.step(f"{run.arm.name} {run.mode}")
 
+    def _repeat(self, case: Case, runs: list[_Run]) -> None:
+        """Same inputs, same bits: an own arm that differs from itself is WRONG, another's is only noted."""
+        n = self.options.repeats
+        if not n:
+            return
+        self.progress.stage(f"{case.op} {case.name}: {n} repeats", len(runs))
+        for run in runs:
+            try:
+                limit = 60 + 20 * n * run.info.get("wall_s", 0.0)
+                found = self.workers[run.arm.name].ask("repeat", limit, mode=run.mode, n=n)
+            except WorkerError as error:
+                run.notes.append(f"repeats not compared: {error}")
+            else:
+                run.repeats, text = found, f"{found['different']} of {n} repeats differ in some bit"
+                if found["different"] and run.arm.ours:
+                    run.wrong = text
+                else:
+                    run.notes.append(text)
+            self.progress.step(f"{run.arm.name} {run.mode}")
+
     def _sample(self, run: _Run, index: int, runs: list[_Run]) -> None:
         worker = self.workers[run.arm.name]
         wall = max(run.info.get("wall_s", 0.0), 1e-6)
@@ -386,6 +409,7 @@ class Session:
             "explain": run.info.get("explain", []),
             "graphs": run.info.get("graphs"),
             "launches": sum(kernel["count"] for kernel in run.kernels) if run.kernels else None,
+            "repeats": run.repeats,
             "note": "; ".join(filter(None, [run.info.get("note", ""), *run.notes])),
             "reads": traffic.reads,
             "writes": traffic.writes,

@@ -178,6 +178,19 @@ def print_tables(console: Console, rows: Sequence[Mapping[str, Any]], gpu: bool)
             console.print("  " + note[: 3 * console.width], markup=False, style="dim")
 
 
+def print_kernels(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What each arm launched in one call, the longest first, and what our operators chose."""
+    for row in rows:
+        if not row["kernels"] and not row.get("explain"):
+            continue
+        console.print(f"\n{row['op']} {row['case']} {row['mode']} {row['arm']}", style="bold", markup=False)
+        for kernel in sorted(row["kernels"], key=lambda k: -k["ms"]):
+            name = kernel["name"].replace("\n", " ")
+            console.print(f"  {number(1e3 * kernel['ms']):>8} us x {kernel['count']:<4} {name[:96]}", markup=False)
+        for line in "\n".join(row.get("explain", [])).splitlines():
+            console.print(f"  {line[: console.width - 4]}", markup=False, style="dim")
+
+
 def _order(row: Mapping[str, Any]) -> float:
     clock = stats.primary(row)
     return row["times"][clock]["median"] if clock else math.inf

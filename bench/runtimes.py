@@ -83,6 +83,12 @@ class Runtime:
     def outputs(self, mode: str) -> Mapping[str, Any]:
         raise NotImplementedError
 
+    def repeat(self, mode: str, n: int) -> int:
+        """How many of n further calls differ from the first in any bit of any output."""
+        first = {name: np.asarray(array).tobytes() for name, array in self.outputs(mode).items()}
+        again = ({name: np.asarray(array).tobytes() for name, array in self.outputs(mode).items()} for _ in range(n))
+        return sum(other != first for other in again)
+
     def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
         """{"ms": n times, "kernels": tally of one call}"""
         raise NotImplementedError
@@ -242,6 +248,20 @@ class JaxRuntime(Runtime):
 
     def outputs(self, mode: str) -> Mapping[str, Any]:
         return self._compile(mode, False)(self.inputs)
+
+    def repeat(self, mode: str, n: int) -> int:
+        jax = self.jax
+
+        def bits(x):
+            return jax.lax.bitcast_convert_type(x, jax.numpy.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+        @jax.jit
+        def differ(a, b):
+            pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+            return jax.numpy.any(jax.numpy.stack([jax.numpy.any(bits(x) != bits(y)) for x, y in pairs]))
+
+        first = self.outputs(mode)
+        return sum(bool(differ(first, self.outputs(mode))) for _ in range(n))
 
     def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
         if what == "wall":
@@ -415,6 +435,15 @@ class TorchRuntime(Runtime):
 
     def outputs(self, mode: str) -> Mapping[str, Any]:
         return self.functions[mode](self.inputs)
+
+    def repeat(self, mode: str, n: int) -> int:
+        torch, first = self.torch, self.outputs(mode)
+
+        def bits(x):
+            return x.detach().contiguous().view(torch.uint8)
+
+        again = (self.outputs(mode) for _ in range(n))
+        return sum(not all(torch.equal(bits(other[k]), bits(first[k])) for k in first) for other in again)
 
     def _flush(self) -> None:
         self.scratch.fill_(1.0)

@@ -82,6 +82,18 @@ def cached(case: Case, options: dict[str, Any], inputs: Mapping[str, np.ndarray]
     return _built(lambda inputs: kept)
 
 
+def jitters(case: Case, options: dict[str, Any]) -> Built:
+    """Right, but never twice the same bits."""
+    count = iter(range(1 << 30))
+
+    def call(inputs):
+        out = _call(inputs)
+        out["y"][0, 0] *= np.float32(1 + (next(count) % 2) * 2**-23)
+        return out
+
+    return _built(call)
+
+
 def crashes(case: Case, options: dict[str, Any]) -> Built:
     calls = []
 
@@ -118,8 +130,8 @@ def raises(case: Case, options: dict[str, Any]) -> Built:
 
 def arms() -> dict[str, Arm]:
     modes = ("fwd", "fwdbwd")
-    host = [good, wrong_gradient, sleeps, cached, crashes, hangs, drags, raises]
-    found = [Arm(f.__name__, "numpy", f"bench.toy:{f.__name__}", ours=f is good, modes=modes) for f in host]
+    host = [good, wrong_gradient, sleeps, cached, jitters, crashes, hangs, drags, raises]
+    found = [Arm(f.__name__, "numpy", f"bench.toy:{f.__name__}", ours=f in (good, jitters), modes=modes) for f in host]
     found += [
         Arm("crashes_late", "numpy", "bench.toy:crashes", {"after": 5}, modes=modes),
         Arm("absent", "numpy", "bench.toy:good", requires=("no_such_package",), modes=modes),

@@ -35,6 +35,8 @@ class Worker:
             import jax
 
             jax.config.update("jax_traceback_filtering", "off")
+            # Interpreted kernels are large programs, and without a GPU times mean nothing: spend none on compiling.
+            jax.config.update("jax_disable_most_optimizations", not gpu)
             import jax.numpy as jnp
 
             jnp.zeros(8).block_until_ready()
@@ -80,6 +82,10 @@ class Worker:
     def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
         assert self.runtime is not None
         return self.runtime.sample(mode, what, n)
+
+    def repeat(self, mode: str, n: int) -> dict[str, Any]:
+        assert self.runtime is not None
+        return {"n": n, "different": self.runtime.repeat(mode, n)}
 
     def trace(self, mode: str, n: int, folder: str) -> dict[str, Any]:
         """Mean milliseconds of one call by a trace of JAX's own profiler: the second opinion on CUPTI's sums."""

@@ -70,8 +70,8 @@ def noisy(ms: float, seed: int = 0, n: int = 10) -> list[float]:
 
 class DishonestArmsTest(parameterized.TestCase):
     def test_each_kind_of_arm_gets_the_verdict_it_deserves(self):
-        names = ["good", "wrong_gradient", "sleeps", "cached", "crashes", "crashes_late", "raises", "absent"]
-        rows = run_toy(names)
+        names = ["good", "wrong_gradient", "sleeps", "cached", "jitters", "crashes", "crashes_late", "raises", "absent"]
+        rows = run_toy(names, repeats=3)
         self.assertEqual(list(rows), names)  # never a missing row
         self.assertEqual(rows["good"]["verdict"], "FASTER")
         self.assertEqual(rows["good"]["ratio"]["against"], "sleeps")  # the fastest *correct* other arm
@@ -80,6 +80,9 @@ class DishonestArmsTest(parameterized.TestCase):
         self.assertEqual(rows["wrong_gradient"]["times"], {})  # a wrong arm has no time
         self.assertStartsWith(rows["wrong_gradient"]["reason"], "dw ")
         self.assertEqual(rows["cached"]["verdict"], "IMPOSSIBLE")
+        self.assertEqual(rows["jitters"]["verdict"], "WRONG")
+        self.assertIn("repeats differ", rows["jitters"]["reason"])
+        self.assertEqual(rows["good"]["repeats"], {"n": 3, "different": 0})
         for name, reason in {
             "crashes": "simulated crash",
             "crashes_late": "simulated crash",
