@@ -48,8 +48,8 @@ def kernel_ms(trace: pathlib.Path) -> list[tuple[str, float]]:
 
 def _ask(session: harness.Session, arm: Arm, case: Case, inputs: pathlib.Path, mode: str, timer: str) -> float:
     """Median (CUPTI) or mean (trace) milliseconds of one call, in a fresh process."""
-    session.spawn(timer, arm)
-    worker = session.worker(timer, arm.framework)
+    session.spawn(timer, arm.framework, arm)
+    worker = session.worker(timer)
     try:
         worker.ask("case", 120, case=case.to_json(), arm=arm.to_json(), inputs=str(inputs))
         worker.ask("prepare", 120, mode=mode)

@@ -109,20 +109,21 @@ class Session:
             env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         return env | dict(arm.env if arm else {})
 
-    def spawn(self, name: str, arm: Arm | None, host_only: bool = False) -> None:
-        """Starts the worker of that name unless it lives. Only in the main thread: a worker dies with the thread that
-        started it (Linux ties the parent-death signal to the thread)."""
+    def spawn(self, name: str, framework: str, arm: Arm | None, host_only: bool = False) -> None:
+        """Starts the worker of that name unless it lives, and has it import its framework. Only in the main thread: a
+        worker dies with the thread that started it (Linux ties the parent-death signal to the thread)."""
         worker = self.workers.get(name)
         if worker is None or not worker.alive:
             log = self.logs / f"{name.replace('#', '_')}.log"
-            self.workers[name] = Worker(name, self._env(arm, host_only), log)
+            worker = self.workers[name] = Worker(name, self._env(arm, host_only), log)
+            worker.waking = worker.send("init", START_LIMIT_S, framework=framework, gpu=self.options.gpu)
 
-    def worker(self, name: str, framework: str) -> Worker:
-        """The worker of that name, with its framework imported and its device woken up."""
+    def worker(self, name: str) -> Worker:
+        """The worker of that name, once it is awake. Raises WorkerError when it could not wake up."""
         worker = self.workers[name]
-        if not worker.awake:
-            worker.ask("init", START_LIMIT_S, framework=framework, gpu=self.options.gpu)
-            worker.awake = True
+        if worker.waking is not None:
+            ticket, worker.waking = worker.waking, None
+            worker.wait(ticket)
         return worker
 
     def _left(self) -> float:
@@ -161,22 +162,22 @@ class Session:
 
     def _measure(self, op: Operator, case: Case, runs: list[_Run]) -> None:
         self.progress.stage(f"{case.op} {case.name}: inputs", 0)
+        names = list(dict.fromkeys(run.arm.name for run in runs if run.open))
+        arms = [next(run.arm for run in runs if run.arm.name == name) for name in names]
+        for arm in arms:  # they import their frameworks while the inputs are made
+            self.spawn(arm.name, arm.framework, arm)
+        if self.probed is None:
+            self.spawn("roofline", self._probe_kind(), None)
         folder = self.folder / case.key
         if not (folder / "index.json").exists():
             save_arrays(folder, op.inputs(case))
-        arms = list(dict.fromkeys(run.arm.name for run in runs if run.open))
-        arms = [next(run.arm for run in runs if run.arm.name == name) for name in arms]
         together = [arm for arm in arms if not arm.exclusive]
         alone = [arm for arm in arms if arm.exclusive]
         self.progress.stage(f"{case.op} {case.name}: compile, check", len(arms) + 2)
         lanes = max(2, (os.cpu_count() or 2) // 2)
-        for arm in arms:
-            self.spawn(arm.name, arm)
-        if self.probed is None:
-            self.spawn("roofline", None)
         reference_folder = self._oracle_folder(op, case, folder)
         if not (reference_folder / "done").exists():
-            self.spawn("oracle", None, host_only=True)
+            self.spawn("oracle", "numpy", None, host_only=True)
         with concurrent.futures.ThreadPoolExecutor(lanes + 2) as pool:
             try:
                 oracle = pool.submit(self._oracle, op, case, folder, reference_folder)
@@ -193,6 +194,7 @@ class Session:
                 self.progress.step("roofline")
                 for arm in alone:
                     self._setup(case, arm, folder, runs)
+                self._revive(case, folder, runs)
             except BaseException:
                 for worker in self.workers.values():
                     worker.stop()  # frees the threads that wait for them
@@ -213,7 +215,7 @@ class Session:
         try:
             if self._left() <= 0:
                 raise WorkerError("the time budget was spent before its turn")
-            worker = self.worker(arm.name, arm.framework)
+            worker = self.worker(arm.name)
             info = worker.ask("case", limit, case=case.to_json(), arm=arm.to_json(), inputs=str(inputs))
         except WorkerError as error:
             for run in mine:
@@ -225,16 +227,23 @@ class Session:
                 if self._left() <= 0:
                     raise WorkerError("the time budget was spent before its turn")
                 if not worker.alive:
-                    raise WorkerError(self._died(mine))
+                    break  # what is still open gets a fresh worker
                 run.info = {**info, **worker.ask("prepare", limit, mode=run.mode)}
                 worker.ask("dump", limit, mode=run.mode, folder=str(self._dumped(case, run)))
             except WorkerError as error:
                 run.reason = str(error)
         self.progress.step(arm.name)
 
-    @staticmethod
-    def _died(mine: Sequence[_Run]) -> str:
-        return next((f"in {run.mode}: {run.reason}" for run in mine if run.reason), "its worker is gone")
+    def _revive(self, case: Case, inputs: pathlib.Path, runs: list[_Run]) -> None:
+        """A mode that killed its worker must not take the arm's other modes with it: those get a fresh one."""
+        for _ in self.options.modes:
+            for arm in {run.arm.name: run.arm for run in runs if run.open}.values():
+                if not self.workers[arm.name].alive:
+                    self.spawn(arm.name, arm.framework, arm)
+                    self._setup(case, arm, inputs, runs)
+        for run in runs:
+            if run.open and not self.workers[run.arm.name].alive:
+                run.reason = "its worker died again and again in other modes"
 
     def _dumped(self, case: Case, run: _Run) -> pathlib.Path:
         return self.folder / f"{case.key}-out" / f"{run.arm.name}-{run.mode}"
@@ -248,7 +257,7 @@ class Session:
     ) -> list[dict[str, np.ndarray]]:
         """The fp64 reference of each part. Raises WorkerError: without a reference there is nothing to measure."""
         if not (folder / "done").exists():
-            worker = self.worker("oracle", "numpy")
+            worker = self.worker("oracle")
             worker.ask("oracle", 900, case=case.to_json(), inputs=str(inputs), folder=str(folder))
         return [load_arrays(folder / f"part{index}") for index in range(len(op.subset(case)))]
 
@@ -260,16 +269,16 @@ class Session:
     def _wake_probe(self) -> None:
         if self.probed is None:
             try:
-                self.worker("roofline", self._probe_kind())
+                self.worker("roofline")
             except WorkerError:
-                pass  # `_probe` asks again and reports
+                pass  # `_probe` reports it
 
     def _probe(self) -> None:
         """Rooflines, once a session."""
         if self.probed is not None:
             return
         try:
-            worker = self.worker("roofline", self._probe_kind())
+            worker = self.worker("roofline")
             self.probed = worker.ask("probe", 180, kind=self._probe_kind())
             worker.stop()
         except WorkerError as error:

@@ -107,6 +107,10 @@ def crashes(case: Case, options: dict[str, Any]) -> Built:
     return _built(call)
 
 
+def crashes_backward(case: Case, options: dict[str, Any]) -> Built:
+    return Built(modes={"fwd": _call, "fwdbwd": crashes(case, options).modes["fwdbwd"]})
+
+
 def hangs(case: Case, options: dict[str, Any]) -> Built:
     def call(inputs):
         time.sleep(3600)
@@ -130,7 +134,7 @@ def raises(case: Case, options: dict[str, Any]) -> Built:
 
 def arms() -> dict[str, Arm]:
     modes = ("fwd", "fwdbwd")
-    host = [good, wrong_gradient, sleeps, cached, jitters, crashes, hangs, drags, raises]
+    host = [good, wrong_gradient, sleeps, cached, jitters, crashes, crashes_backward, hangs, drags, raises]
     found = [Arm(f.__name__, "numpy", f"bench.toy:{f.__name__}", ours=f in (good, jitters), modes=modes) for f in host]
     found += [
         Arm("crashes_late", "numpy", "bench.toy:crashes", {"after": 5}, modes=modes),

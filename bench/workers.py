@@ -29,7 +29,9 @@ class Worker:
     """A `bench.worker` process. Requests may be sent to several workers and their answers collected later."""
 
     def __init__(self, name: str, env: Mapping[str, str], log: pathlib.Path):
-        self.name, self.log, self.awake = name, log, False
+        self.name, self.log = name, log
+        self.waking: int | None = None  # ticket of the first request, until it is answered
+        self.gone = False
         read, write = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
@@ -72,6 +74,8 @@ class Worker:
     def wait(self, ticket: int) -> Any:
         """The answer to the oldest outstanding request, which must be `ticket`. Raises WorkerError."""
         do, deadline, limit = self._pending.pop(ticket)
+        if self.gone:
+            raise WorkerError("its worker is gone", dead=True)
         while True:
             try:
                 answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -79,6 +83,7 @@ class Worker:
                 self.stop()
                 raise WorkerError(f"no answer to {do!r} within {limit:.0f} s", dead=True) from None
             if answer is None:
+                self.gone = True
                 raise WorkerError(f"worker died during {do!r}: {self._post_mortem()}", dead=True)
             if answer["id"] != ticket:
                 continue  # an answer to a request that was given up
@@ -111,6 +116,7 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the process and everything it started."""
+        self.gone = True
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

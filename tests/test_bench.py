@@ -98,6 +98,11 @@ class DishonestArmsTest(parameterized.TestCase):
         self.assertIn("no answer to 'prepare' within 4 s", rows["hangs"]["reason"])
         self.assertEqual(rows["good"]["status"], "OK")
 
+    def test_a_mode_that_kills_its_worker_does_not_take_the_others_with_it(self):
+        rows = run_toy(["crashes_backward"], modes=("fwdbwd", "fwd"), rounds=3)
+        self.assertIn("simulated crash", rows["crashes_backward", "fwdbwd"]["reason"])
+        self.assertEqual(rows["crashes_backward", "fwd"]["status"], "OK")
+
     def test_a_spent_budget_becomes_rows(self):
         rows = run_toy(["good", "sleeps"], budget=0.0)
         for each in rows.values():
