@@ -191,6 +191,8 @@ def measure(
             if document["rooflines"] is None and session.probed:
                 document["rooflines"] = session.probed
                 report.print_rooflines(console, document)
+            for row in rows:  # a resumed file mixes runs
+                row["measured"] = {"date": header["date"], "commit": header["commit"]}
             document["rows"] += rows
             document["device"]["state_after"] = device.state() if gpu else {}
             if path:

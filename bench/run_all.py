@@ -32,7 +32,8 @@ def _kda_jobs(op: str) -> Callable[[Sequence[str] | None], Jobs]:
             default, impl = ["cpu"], ["pallas", "xla", "recurrent", "torch"]
         found: Jobs = []
         for case in kda.cases(op, presets or default):
-            arms = cli.pick_arms(impl, kda.arms(case.params["dtype"]), kda.GROUPS)
+            known = kda.arms(case.params["dtype"])
+            arms = cli.pick_arms(flags.FLAGS.impl or impl, known, kda.GROUPS | {"all": tuple(known)})
             found.append((case, arms))
         return found
 
