@@ -28,12 +28,12 @@ from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
 from pallas_kernels.kda.blocks import MIN_LOG_DECAY, Decays, Rows, masked_sum
 from pallas_kernels.kda.config import BLOCK, KdaConfig
-from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot
+from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot, stacked
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
 
 
 def kda_state_bwd(
-    do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, *refs,
+    do_ref, qw_ref, ktil_ref, p_ref, decay_ref, *refs,
     sizes: Sizes, v_tile: int, precision: str, has_final: bool, has_initial: bool, interpret: bool,
 ):  # fmt: skip
     """Walks backwards with a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, B * HV).
@@ -48,6 +48,7 @@ def kda_state_bwd(
     first = pl.program_id(0) * v_tile
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
     full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
+    lower_c = pl.ds(sizes.C, sizes.C)
 
     def step(s, dS):
         n = sizes.nt - 1 - s
@@ -58,7 +59,7 @@ def kda_state_bwd(
         dUo = dU.astype(op)
         du_ref[n, full_c, tile] = dUo.T
         decayed = dS * decay_ref[n, 0, full_k][None, :]
-        return decayed + dot(do, qhat_ref[n, full_c, full_k]) - dot(dUo, w_ref[n, full_c, full_k])
+        return decayed + dot(do, qw_ref[n, full_c, full_k]) - dot(dUo, qw_ref[n, lower_c, full_k])
 
     if dfinal_ref is None:
         dS = jnp.zeros((v_tile, sizes.bk), jnp.float32)
@@ -71,7 +72,7 @@ def kda_state_bwd(
 
 def kda_grads(
     q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref,
-    dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
+    dr_ref, dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
     sizes: Sizes, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
     """All gradients of one chunk of one value head. Grid (NT, B * HV)."""
@@ -79,101 +80,109 @@ def kda_grads(
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     f32 = jnp.float32
-    r = Rows(sizes.C)
+    one, two = Rows(sizes.C), Rows(sizes.C, copies=2)
     start = pl.program_id(0) * sizes.C
     tokens, all_c = sizes.rows(start, sizes.C), (0, sizes.C, None)
+    upper = two.index < sizes.C
     slab = min(sizes.bv, V_SLAB)
     slabs = range(0, sizes.bv, slab)
 
-    # The value side: dR, dv and dwrite, dP and dA.
+    # The value side: dv and dwrite, and do over -dR, whose product with U is dP over dA.
     M = bt.load_tile(m_ref, all_c, all_c).astype(op)
-    dP = dA = dbeta = 0.0
-    dR = []
+    dPA = jnp.zeros((2 * sizes.C, sizes.C), f32)
+    dbeta = jnp.zeros((sizes.C, 1), f32)
     for first in slabs:
         padded_v, vc = (first, slab, None), sizes.v_cols(first, slab)
-        U = bt.load_tile(u_ref, all_c, padded_v)
-        part = dot(M, bt.load_tile(du_ref, all_c, padded_v), (0, 0))
-        dR.append(part.astype(op))
-        dP += dot(bt.load_tile(do_ref, tokens, vc).astype(op), U, (1, 1))
-        dA -= dot(dR[-1], U, (1, 1))
+        dR = dot(M, bt.load_tile(du_ref, all_c, padded_v), (0, 0))
+        bt.store_tile(dr_ref, all_c, padded_v, -dR)
         v = bt.load_tile(v_ref, tokens, vc).astype(f32)
         write = bt.load_tile(write_ref, tokens, vc if sizes.channelwise else (0, 1, None)).astype(f32)
-        bt.store_tile(dv_ref, tokens, vc, write * part)
+        bt.store_tile(dv_ref, tokens, vc, write * dR)
         if sizes.channelwise:
-            bt.store_tile(dwrite_refs[0], tokens, vc, v * part)
+            bt.store_tile(dwrite_refs[0], tokens, vc, v * dR)
         else:
-            dbeta += jnp.sum(v * part, axis=1)[:, None]
-    on_diagonal = jnp.sum(jnp.where(r.row == r.col, dP, 0.0), axis=1)[:, None]
-    dP, dA = (jnp.where(r.row > r.col, x, 0.0).astype(op) for x in (dP, dA))
+            dbeta += jnp.sum(v * dR, axis=1)[:, None]
+    bt.barrier(interpret)
+
+    def outer(first):
+        """do over -dR, [2 C, slab]."""
+        do = sizes.gather(do_ref, start + two.row, sizes.v_cols(first, slab), upper).astype(op)
+        lanes = first + jnp.arange(slab)[None, :]
+        return jnp.where(upper, do, bt.gather_tile(dr_ref, two.row, lanes))
+
+    for first in slabs:
+        dPA += dot(outer(first), bt.load_tile(u_ref, all_c, (first, slab, None)), (1, 1))
+    on_diagonal = jnp.sum(jnp.where((two.row == two.col) & upper, dPA, 0.0), axis=1)[:, None]
+    dPA = jnp.where(two.row > two.col, dPA, 0.0)
 
     def channels(tile, dbeta):
         """The key side, for one tile of key channels."""
         kc, padded = (tile * k_tile, k_tile, sizes.k_limit), (tile * k_tile, k_tile, None)
         k = bt.load_tile(k_ref, tokens, kc).astype(f32)
-        q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
-        erase = bt.load_tile(erase_ref, tokens, kc if sizes.channelwise else (0, 1, None)).astype(f32)
-        e = erase * k
-        d = Decays(bt.load_tile(g_ref, tokens, kc), r, precision, interpret)
+        x, factor = stacked(q_ref, k_ref, erase_ref, start, kc, two, sizes, scale)
+        keys = Decays(bt.load_tile(g_ref, tokens, kc), one, precision)
+        rows = Decays(sizes.gather(g_ref, start + two.row, kc), two, precision)
 
         # From and to the states.
-        dq = de = dk = dG_end = 0.0
-        for first, dRo in zip(slabs, dR):
+        dx, dk, dG_end = 0.0, 0.0, 0.0
+        for first in slabs:
             padded_v = (first, slab, None)
             S, dS = bt.load_tile(s_ref, padded_v, padded), bt.load_tile(ds_ref, padded_v, padded)
-            dG_end += jnp.sum(S.astype(f32) * dS.astype(f32), axis=0)[None, :]
-            dq += dot(bt.load_tile(do_ref, tokens, sizes.v_cols(first, slab)).astype(op), S)
-            de -= dot(dRo, S)
+            dx += dot(outer(first), S)
             dk += dot(bt.load_tile(u_ref, all_c, padded_v), dS)
-        up, down = d.up(r.blocks), d.down(r.blocks)
-        dq, de, dk = up * dq, up * de, down * dk
-        to_state = k * dk
-        dG = q * dq + e * de - to_state
-        dG_end = dG_end * bt.load_tile(decay_ref, (0, 1, None), padded) + jnp.sum(to_state, axis=0)[None, :]
+            dG_end += jnp.sum(S.astype(f32) * dS.astype(f32), axis=0)[None, :]
+        dx, dk = dx * rows.up(one.blocks), dk * keys.down(one.blocks)
+        dG_rows, dG_keys = x * dx, k * dk
+        dG_end = dG_end * bt.load_tile(decay_ref, (0, 1, None), padded) + jnp.sum(dG_keys, axis=0)[None, :]
 
         def near(dot, dtype, where, up, down, sums):
             """Adds the pairs of one level. Both ends of a pair use the same rounded factors, so that dG cancels as it should."""
-            dq, de, dk, dG = sums
-            dPl, dAl = (jnp.where(where, x.astype(f32), 0.0).astype(dtype) for x in (dP, dA))
-            E, Q, K = (e * up).astype(dtype), (q * up).astype(dtype), (k * down).astype(dtype)
-            at_q, at_e, at_k = dot(dPl, K), dot(dAl, K), dot(dAl, E, (0, 0)) + dot(dPl, Q, (0, 0))
-            dG += Q.astype(f32) * at_q + E.astype(f32) * at_e - K.astype(f32) * at_k
-            return dq + up * at_q, de + up * at_e, dk + down * at_k, dG
+            dx, dk, dG_rows, dG_keys = sums
+            pairs = jnp.where(where, dPA, 0.0).astype(dtype)
+            X, K = (x * up).astype(dtype), (k * down).astype(dtype)
+            at_x, at_k = dot(pairs, K), dot(pairs, X, (0, 0))
+            dG_rows, dG_keys = dG_rows + X.astype(f32) * at_x, dG_keys + K.astype(f32) * at_k
+            return dx + up * at_x, dk + down * at_k, dG_rows, dG_keys
 
-        sums = dq, de, dk, dG
-        for half in r.levels():
-            sums = near(dot, op, r.meet(half), d.up(half), d.down(half), sums)
-        sums = near(dot_diagonal, diagonal, r.run(1) & ~d.slow, d.up(1), d.anchor(), sums)
+        sums = dx, dk, dG_rows, dG_keys
+        for half in two.levels():
+            sums = near(dot, op, two.meet(half), rows.up(half), keys.down(half), sums)
+        sums = near(dot_diagonal, diagonal, two.run(1) & ~rows.slow, rows.up(1), keys.anchor(), sums)
 
         def exact(s, carry):
             """Key j of every diagonal block against the rows that need the exact path, as in kda_prepare."""
-            span, dq, de, dk, dG = carry
+            span, dx, dk, dG_rows, dG_keys = carry
             j = BLOCK - 1 - s
-            k_j, g_j = (sizes.block_rows(x, start, j, kc) for x in (k_ref, g_ref))
-            weight = jnp.where((r.row % BLOCK > j) & d.slow, jnp.exp(span), 0.0)
-            column = r.col == r.row // BLOCK * BLOCK + j
-            p, a = (jnp.sum(jnp.where(column, x.astype(f32), 0.0), axis=1)[:, None] * weight for x in (dP, dA))
-            term = a * e + p * q
-            dk_j = jnp.where(r.row % BLOCK == j, masked_sum(r.run(1), term, precision, interpret), 0.0)
-            dG = dG + term * k_j - k_j * dk_j
-            span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
-            return span, dq + p * k_j, de + a * k_j, dk + dk_j, dG
+            k_j, g_j = (sizes.gather(ref, start + two.row // BLOCK * BLOCK + j, kc) for ref in (k_ref, g_ref))
+            weight = jnp.where((two.row % BLOCK > j) & rows.slow, jnp.exp(span), 0.0)
+            pairs = jnp.sum(jnp.where(two.col == two.row // BLOCK * BLOCK + j, dPA, 0.0), axis=1)[:, None] * weight
+            to_j = (one.row % BLOCK == j) & (one.row // BLOCK == jnp.arange(two.size)[None, :] % two.C // BLOCK)
+            at_j = masked_sum(to_j, pairs * x, precision, interpret)
+            span = jnp.where(two.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
+            return span, dx + pairs * k_j, dk + at_j, dG_rows + pairs * x * k_j, dG_keys + k * at_j
 
-        steps = d.exact_steps(always_exact)
-        _, dq, de, dk, dG = lax.fori_loop(0, steps, exact, (jnp.zeros_like(d.g), *sums))
+        init = (jnp.zeros_like(x), *sums)
+        _, dx, dk, dG_rows, dG_keys = lax.fori_loop(0, rows.exact_steps(always_exact), exact, init)
 
+        later = one.row <= jnp.arange(two.size)[None, :] % two.C
+        dg = masked_sum(later, dG_rows, precision, interpret) - masked_sum(one.row <= one.col, dG_keys, precision, interpret)
+        bt.store_tile(dg_ref, tokens, kc, dg + dG_end)
         # The terms i == j, whose decay is 1, have no part in dG.
-        bt.store_tile(dq_ref, tokens, kc, scale * (dq + on_diagonal * k))
-        bt.store_tile(dk_ref, tokens, kc, dk + on_diagonal * q + erase * de)
-        bt.store_tile(dg_ref, tokens, kc, masked_sum(r.row <= r.col, dG, precision, interpret) + dG_end)
+        dk_own = jnp.where(upper, on_diagonal * x, factor * dx)
+        dx = factor * dx if sizes.channelwise is None else dx
+        dq, de = jnp.split(dx, 2)
+        own_q, own_e = jnp.split(dk_own, 2)
+        (diagonal_q, _) = jnp.split(on_diagonal * jnp.ones_like(x), 2)
+        bt.store_tile(dq_ref, tokens, kc, scale * (dq + diagonal_q * k))
+        bt.store_tile(dk_ref, tokens, kc, dk + own_q + own_e)
         if sizes.channelwise:
             bt.store_tile(derase_ref, tokens, kc, k * de)
             return dbeta
         return dbeta + jnp.sum(k * de, axis=1)[:, None]
 
-    if sizes.channelwise:
-        lax.fori_loop(0, sizes.bk // k_tile, channels, 0)
-    else:
-        dbeta = lax.fori_loop(0, sizes.bk // k_tile, channels, dbeta)
+    tiles = sizes.bk // k_tile
+    dbeta = channels(0, dbeta) if tiles == 1 else lax.fori_loop(0, tiles, channels, dbeta)
+    if not sizes.channelwise:
         bt.store_tile(derase_ref, tokens, (0, 1, None), dbeta)
 
 
@@ -184,7 +193,7 @@ def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, eras
     v_tile = min(config.v_tile, sizes.bv)
     inputs = [(do, sizes.head(do))] + [
         (x, sizes.chunks(*x.shape[2:])[1])
-        for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay)
+        for x in (prepared.QW, prepared.Ktil, prepared.P, prepared.decay)
     ]
     if dfinal_state is not None:
         inputs.append((dfinal_state, sizes.state()))
@@ -227,12 +236,13 @@ def gradients(
     shapes += [shape(x.shape, x.dtype) for x in (v, g, erase)]
     if write is not None:
         shapes.append(shape(write.shape, write.dtype))
-    dq, dk, dv, dg, derase, *dwrite = bt.launch(
+    dR, dR_spec = sizes.chunk(sizes.C, sizes.bv)  # Scratch of the kernel: the backend has no other.
+    _, dq, dk, dv, dg, derase, *dwrite = bt.launch(
         kda_grads,
         "kda_grads",
         (sizes.nt, sizes.B * sizes.HV),
         inputs,
-        [(x, sizes.head(x)) for x in shapes],
+        [(shape(dR, dU.dtype), dR_spec), *((x, sizes.head(x)) for x in shapes)],
         num_warps=config.grads_warps,
         num_stages=1,
         interpret=interpret,

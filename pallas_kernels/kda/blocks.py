@@ -35,13 +35,26 @@ FAST_LIMIT = {"fp32": 16.0, "tf32": 60.0, "16bit": 60.0}
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Row and column numbers of a chunk of C tokens, and the masks made of them."""
+    """Row and column numbers of a [copies * C, C] tile of token pairs, and the masks made of them.
+
+    With copies=2, C query rows lie over C rows of erased keys: one product then serves P and A, dP and dA, dq and de.
+    """
 
     C: int
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.C * self.copies
+
+    @property
+    def index(self) -> jax.Array:
+        return jnp.arange(self.size)[:, None]
 
     @property
     def row(self) -> jax.Array:
-        return jnp.arange(self.C)[:, None]
+        """The token of every row, [copies * C, 1]."""
+        return self.index % self.C
 
     @property
     def col(self) -> jax.Array:
@@ -49,6 +62,7 @@ class Rows:
 
     @property
     def blocks(self) -> int:
+        """Blocks in a chunk."""
         return self.C // BLOCK
 
     def run(self, half: int) -> jax.Array:
@@ -67,9 +81,13 @@ class Rows:
         row_run, col_run = self.row // (half * BLOCK), self.col // (half * BLOCK)
         return (row_run % 2 == 1) & (row_run == col_run + 1)
 
+    def causal(self) -> jax.Array:
+        """Where the column's token acts on the row's: strictly before it for erased keys, up to it for queries."""
+        return self.row + jnp.where(self.index < self.C, 1, 0) > self.col if self.copies == 2 else self.row > self.col
+
 
 def masked_sum(mask: jax.Array, x: jax.Array, precision: str, interpret: bool) -> jax.Array:
-    """mask @ x for a 0/1 mask [C, C]: the sum of chosen rows of x [C, K].
+    """mask @ x for a 0/1 mask [R, S]: sums of chosen rows of x [S, K].
 
     Accurate to 2^-22 under "fp32"; to 2^-17 elsewhere, where two bfloat16 pieces of x are enough.
     """
@@ -81,41 +99,55 @@ def masked_sum(mask: jax.Array, x: jax.Array, precision: str, interpret: bool) -
 
 
 class Decays:
-    """The decays of one chunk, for a tile of channels: g [C, K], log, clamped at MIN_LOG_DECAY.
+    """The decays of one chunk, for a tile of channels: g [R, K], log, clamped at MIN_LOG_DECAY; R rows as in `Rows`."""
 
-    Every factor is summed anew from g by a product with a 0/1 matrix, when it is needed: that is cheaper than to keep it, and a sum
-    over each row's own run needs no exchange of rows between threads.
-    """
-
-    def __init__(self, g: jax.Array, rows: Rows, precision: str, interpret: bool):
-        self.rows, self.precision, self.interpret = rows, precision, interpret
+    def __init__(self, g: jax.Array, rows: Rows, precision: str):
+        self.rows, self.limit = rows, FAST_LIMIT[precision]
         self.g = jnp.maximum(g.astype(jnp.float32), MIN_LOG_DECAY)
-        self.prefix = self._sum(rows.run(1) & (rows.row >= rows.col))
-        self.limit = FAST_LIMIT[precision]
+        blocks = self.g.reshape(rows.size // BLOCK, BLOCK, -1)
+        if precision == "fp32":
+            # Multiples of 2^-10 add up without rounding, so that the difference below costs no digit of the small remainders.
+            coarse = jnp.floor(blocks * 1024.0) * (1.0 / 1024.0)
+            fine = blocks - coarse
+            prefix, prefix_fine = jnp.cumsum(coarse, axis=1), jnp.cumsum(fine, axis=1)
+            total, total_fine = jnp.sum(coarse, axis=1), jnp.sum(fine, axis=1)
+            suffix = (total[:, None, :] - prefix) + (total_fine[:, None, :] - prefix_fine)
+            prefix, self.total_log = prefix + prefix_fine, total + total_fine
+        else:  # A difference costs 2^-24 of the total, far below the operands' rounding.
+            prefix = jnp.cumsum(blocks, axis=1)
+            self.total_log = jnp.sum(blocks, axis=1)
+            suffix = self.total_log[:, None, :] - prefix
+        self.prefix, self.suffix = prefix.reshape(self.g.shape), suffix.reshape(self.g.shape)
         deepest = jnp.max(-self.prefix, axis=1)
         self.slow = (deepest > self.limit)[:, None]
         self._any_slow = jnp.max(deepest, axis=0) > self.limit
 
-    def _sum(self, mask: jax.Array) -> jax.Array:
-        return masked_sum(mask, self.g, self.precision, self.interpret)
+    def _spread(self, x: jax.Array, half: int, after: bool) -> jax.Array:
+        """x times the decay of the blocks of the row's run of `half` blocks that lie before (after) the row's own block."""
+        if half == 1:
+            return x
+        n = self.rows.size // BLOCK
+        block, other = jnp.arange(n)[:, None, None], jnp.arange(n)[None, :, None]
+        chosen = (block // half == other // half) & ((other > block) if after else (other < block))
+        log = jnp.sum(jnp.where(chosen, self.total_log[None, :, :], 0.0), axis=1)
+        blocks = x.reshape(n, BLOCK, -1) * jnp.exp(log)[:, None, :]
+        return blocks.reshape(x.shape)
 
     def up(self, half: int) -> jax.Array:
         """exp of the sum of g from the start of the row's run of `half` blocks through the row, [C, K]."""
-        if half == 1:
-            return jnp.exp(self.prefix)
-        return jnp.exp(self._sum(self.rows.run(half) & (self.rows.row >= self.rows.col)))
+        return self._spread(jnp.exp(self.prefix), half, after=False)
 
     def down(self, half: int) -> jax.Array:
         """exp of the sum of g from after the row to the end of its run of `half` blocks, [C, K]."""
-        return jnp.exp(self._sum(self.rows.run(half) & (self.rows.row < self.rows.col)))
+        return self._spread(jnp.exp(self.suffix), half, after=True)
 
     def anchor(self) -> jax.Array:
         """exp(-prefix), for keys behind the anchor at their block's start; clamped where rows leave the fast path."""
         return jnp.exp(jnp.minimum(-self.prefix, self.limit))
 
     def total(self) -> jax.Array:
-        """exp(G_C), [1, K]."""
-        return jnp.exp(jnp.sum(self.g, axis=0))[None, :]
+        """exp(G_C), [1, K]; for tiles of one copy."""
+        return jnp.exp(jnp.sum(self.total_log, axis=0))[None, :]
 
     def exact_steps(self, always: bool):
         """Steps of the exact path's loop: 16, or 0 where no row of the chunk needs it."""

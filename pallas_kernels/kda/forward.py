@@ -36,11 +36,10 @@ V_SLAB = 128  # Value columns that the parallel kernels hold at a time.
 class Prepared(NamedTuple):
     """Tiles of every chunk, [B * HV, NT, ...], K and V padded.
 
-    W, Qhat, Ktil [C, bk]; Y [bv, C], the transpose of M y; P [C, C]; M [C, C] in float32; decay [1, bk], exp(G_C).
+    QW [2 C, bk], Qhat over W; Ktil [C, bk]; Y [bv, C], the transpose of M y; P [C, C]; M [C, C] in float32; decay [1, bk], exp(G_C).
     """
 
-    W: jax.Array
-    Qhat: jax.Array
+    QW: jax.Array
     Ktil: jax.Array
     Y: jax.Array
     P: jax.Array
@@ -61,6 +60,15 @@ def diagonal_dot(precision: str, op, interpret: bool) -> tuple[Dot, jnp.dtype]:
     if op == jnp.float16:
         return Dot("tf32", interpret), jnp.dtype(jnp.float32)
     return Dot(precision, interpret), op
+
+
+def stacked(q_ref, k_ref, erase_ref, start, kc, two: Rows, sizes: Sizes, scale: float):
+    """scale q over erase * k, [2 C, K], and the factors themselves, scale over erase."""
+    upper, tokens = two.index < two.C, start + two.row
+    factor = sizes.gather(erase_ref, tokens, kc if sizes.channelwise else (0, 1, None))
+    factor = jnp.where(upper, scale, factor)
+    x = sizes.gather(q_ref, tokens, kc, upper) + sizes.gather(k_ref, tokens, kc, ~upper)
+    return x * factor, factor
 
 
 def invert(m_ref, rows: Rows, interpret: bool) -> None:
@@ -99,80 +107,77 @@ def invert(m_ref, rows: Rows, interpret: bool) -> None:
 
 def kda_prepare(
     q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref,
-    w_ref, qhat_ref, ktil_ref, y_ref, p_ref, m_ref, decay_ref, *debug_refs,
+    qw_ref, ktil_ref, y_ref, p_ref, m_ref, decay_ref, *debug_refs,
     sizes: Sizes, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
     """All state-free tiles of one chunk of one value head. Grid (NT, B * HV)."""
     op = operand_dtype(q_ref.dtype, precision)
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
-    r = Rows(sizes.C)
+    one, two = Rows(sizes.C), Rows(sizes.C, copies=2)
     start = pl.program_id(0) * sizes.C
-    tokens, all_c = sizes.rows(start, sizes.C), (0, sizes.C, None)
+    tokens, all_c, all_2c = sizes.rows(start, sizes.C), (0, sizes.C, None), (0, 2 * sizes.C, None)
     f32 = jnp.float32
 
-    def channels(tile, carry):
-        """Adds the part of A and P of one tile of key channels, and writes that tile of Qhat, Ktil and Ehat."""
-        A, P = carry
+    def channels(tile, AP):
+        """Adds the part of P and A of one tile of key channels, and writes that tile of Qhat, Ehat and Ktil."""
         kc, padded = (tile * k_tile, k_tile, sizes.k_limit), (tile * k_tile, k_tile, None)
         k = bt.load_tile(k_ref, tokens, kc).astype(f32)
-        q = bt.load_tile(q_ref, tokens, kc).astype(f32) * scale
-        e = bt.load_tile(erase_ref, tokens, kc if sizes.channelwise else (0, 1, None)).astype(f32) * k
-        d = Decays(bt.load_tile(g_ref, tokens, kc), r, precision, interpret)
+        x, _ = stacked(q_ref, k_ref, erase_ref, start, kc, two, sizes, scale)
+        keys = Decays(bt.load_tile(g_ref, tokens, kc), one, precision)
+        rows = Decays(sizes.gather(g_ref, start + two.row, kc), two, precision)
 
-        def add(mask_a, mask_p, A, P, parts):
-            return A + jnp.where(mask_a, parts[0], 0.0), P + jnp.where(mask_p, parts[1], 0.0)
-
-        up = d.up(1)
-        keys = (k * d.anchor()).astype(diagonal)
-        near = [dot_diagonal((x * up).astype(diagonal), keys, (1, 1)) for x in (e, q)]
+        near = dot_diagonal((x * rows.up(1)).astype(diagonal), (k * keys.anchor()).astype(diagonal), (1, 1))
 
         def exact(s, carry):
             """Column j of every diagonal block, for rows that need it: from the last j, with the sum of g over (j, i] at hand."""
-            span, *near = carry
+            span, near = carry
             j = BLOCK - 1 - s
-            k_j, g_j = (sizes.block_rows(x, start, j, kc) for x in (k_ref, g_ref))
-            weighted = jnp.where(r.row % BLOCK >= j, jnp.exp(span), 0.0) * k_j
-            here = (r.col == r.row // BLOCK * BLOCK + j) & d.slow
-            near = [jnp.where(here, jnp.sum(x * weighted, axis=1)[:, None], n) for x, n in zip((e, q), near)]
-            span = jnp.where(r.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
-            return span, *near
+            k_j, g_j = (sizes.gather(ref, start + two.row // BLOCK * BLOCK + j, kc) for ref in (k_ref, g_ref))
+            weighted = jnp.where(two.row % BLOCK >= j, jnp.exp(span), 0.0) * k_j
+            here = (two.col == two.row // BLOCK * BLOCK + j) & rows.slow
+            near = jnp.where(here, jnp.sum(x * weighted, axis=1)[:, None], near)
+            span = jnp.where(two.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
+            return span, near
 
-        _, *near = lax.fori_loop(0, d.exact_steps(always_exact), exact, (jnp.zeros_like(d.g), *near))
-        A, P = add(r.run(1) & (r.row > r.col), r.run(1) & (r.row >= r.col), A, P, near)
-        for half in r.levels():
-            up = d.up(half)
-            keys = (k * d.down(half)).astype(op)
-            A, P = add(r.meet(half), r.meet(half), A, P, [dot((x * up).astype(op), keys, (1, 1)) for x in (e, q)])
+        _, near = lax.fori_loop(0, rows.exact_steps(always_exact), exact, (jnp.zeros_like(x), near))
+        AP += jnp.where(two.run(1) & two.causal(), near, 0.0)
+        for half in two.levels():
+            far = dot((x * rows.up(half)).astype(op), (k * keys.down(half)).astype(op), (1, 1))
+            AP += jnp.where(two.meet(half), far, 0.0)
 
-        up = d.up(r.blocks)
-        bt.store_tile(qhat_ref, all_c, padded, q * up)
-        bt.store_tile(w_ref, all_c, padded, e * up)
-        bt.store_tile(ktil_ref, all_c, padded, k * d.down(r.blocks))
-        bt.store_tile(decay_ref, (0, 1, None), padded, d.total())
+        bt.store_tile(qw_ref, all_2c, padded, x * rows.up(one.blocks))
+        bt.store_tile(ktil_ref, all_c, padded, k * keys.down(one.blocks))
+        bt.store_tile(decay_ref, (0, 1, None), padded, keys.total())
         if debug_refs:  # G of the formulas, for tests that compare tensor for tensor.
-            bt.store_tile(debug_refs[0], all_c, padded, masked_sum(r.row >= r.col, d.g, precision, interpret))
-        return A, P
+            bt.store_tile(debug_refs[0], all_c, padded, masked_sum(one.row >= one.col, keys.g, precision, interpret))
+        return AP
 
-    zero = jnp.zeros((sizes.C, sizes.C), f32)
-    A, P = lax.fori_loop(0, sizes.bk // k_tile, channels, (zero, zero))
+    tiles = sizes.bk // k_tile
+    AP = jnp.zeros((2 * sizes.C, sizes.C), f32)
+    AP = channels(0, AP) if tiles == 1 else lax.fori_loop(0, tiles, channels, AP)
+    P, A = jnp.split(AP, 2)
     bt.store_tile(m_ref, all_c, all_c, A)
     bt.store_tile(p_ref, all_c, all_c, P)
     if debug_refs:
         bt.store_tile(debug_refs[1], all_c, all_c, A)
 
-    invert(m_ref, r, interpret)
+    invert(m_ref, one, interpret)
     M = bt.load_tile(m_ref, all_c, all_c).astype(op)
+    lower = (sizes.C, sizes.C, None)
 
     def erased(tile, carry):
         """W = M Ehat, in place."""
         padded = (tile * k_tile, k_tile, None)
-        W = dot(M, bt.load_tile(w_ref, all_c, padded))
+        W = dot(M, bt.load_tile(qw_ref, lower, padded))
         bt.barrier(interpret)
-        bt.store_tile(w_ref, all_c, padded, W)
+        bt.store_tile(qw_ref, lower, padded, W)
         return carry
 
-    lax.fori_loop(0, sizes.bk // k_tile, erased, 0)
+    if tiles == 1:
+        erased(0, 0)
+    else:
+        lax.fori_loop(0, tiles, erased, 0)
     slab = min(sizes.bv, V_SLAB)
     for first in range(0, sizes.bv, slab):
         vc = sizes.v_cols(first, slab)
@@ -182,7 +187,7 @@ def kda_prepare(
 
 
 def kda_state(
-    w_ref, qhat_ref, ktil_ref, y_ref, p_ref, decay_ref, *refs,
+    qw_ref, ktil_ref, y_ref, p_ref, decay_ref, *refs,
     sizes: Sizes, v_tile: int, precision: str, has_initial: bool, save: bool, interpret: bool,
 ):  # fmt: skip
     """Walks over the chunks of one value head with a tile of S^T, [v_tile, bk], in registers. Grid (V tiles, B * HV).
@@ -197,12 +202,13 @@ def kda_state(
     first = pl.program_id(0) * v_tile
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
     full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
+    lower_c = pl.ds(sizes.C, sizes.C)
 
     def step(n, S):
         So = S.astype(op)
-        U = y_ref[n, tile, full_c].astype(jnp.float32) - dot(So, w_ref[n, full_c, full_k], (1, 1))
+        U = y_ref[n, tile, full_c].astype(jnp.float32) - dot(So, qw_ref[n, lower_c, full_k], (1, 1))
         Uo = U.astype(op)
-        o = dot(So, qhat_ref[n, full_c, full_k], (1, 1)) + dot(Uo, p_ref[n, full_c, full_c], (1, 1))
+        o = dot(So, qw_ref[n, full_c, full_k], (1, 1)) + dot(Uo, p_ref[n, full_c, full_c], (1, 1))
         bt.store_tile(o_ref, sizes.rows(n * sizes.C, sizes.C), vc, o.T)
         if save:
             states_ref, u_ref = refs[2:]
@@ -224,12 +230,12 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
     op = operand_dtype(q.dtype, precision)
     write = erase if write is None else write
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
-    tiles = [(C, bk), (C, bk), (C, bk), (bv, C), (C, C), (C, C), (1, bk)]
-    dtypes = [op, op, op, op, op, jnp.float32, jnp.float32]
+    tiles = [(2 * C, bk), (C, bk), (bv, C), (C, C), (C, C), (1, bk)]
+    dtypes = [op, op, op, op, jnp.float32, jnp.float32]
     if debug:
         tiles += [(C, bk), (C, C)]
         dtypes += [jnp.float32] * 2
-        dtypes[4] = jnp.float32
+        dtypes[3] = jnp.float32
     outputs = []
     for tile, dtype in zip(tiles, dtypes):
         shape, spec = sizes.chunk(*tile)
@@ -249,7 +255,7 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
         precision=precision,
         always_exact=config.always_exact,
     )
-    return Prepared(*out[:7]), out[7:]
+    return Prepared(*out[:6]), out[6:]
 
 
 def run_states(prepared: Prepared, initial_state, q, v, erase, *, precision, config: KdaConfig, interpret, save):
@@ -260,7 +266,7 @@ def run_states(prepared: Prepared, initial_state, q, v, erase, *, precision, con
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
     inputs = [
         (x, sizes.chunks(*x.shape[2:])[1])
-        for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.Y, prepared.P, prepared.decay)
+        for x in (prepared.QW, prepared.Ktil, prepared.Y, prepared.P, prepared.decay)
     ]
     if initial_state is not None:
         inputs.append((initial_state, sizes.state()))

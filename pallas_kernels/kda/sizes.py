@@ -76,15 +76,14 @@ class Sizes:
     def v_cols(self, start=0, size: int | None = None) -> tuple:
         return (start, self.bv if size is None else size, self.v_limit)
 
-    def block_rows(self, ref, start, j, cols: tuple | None = None) -> jax.Array:
-        """Row j of every row's own 16-row block, [C, bk] in float32, for a chunk that starts at `start`."""
-        first, size, limit = self.k_cols() if cols is None else cols
-        rows = start + jnp.arange(self.C)[:, None] // BLOCK * BLOCK + j
-        cols_ = first + jnp.arange(size)[None, :]
-        mask = None if self.row_limit is None else rows < self.row_limit
-        if limit is not None:
-            mask = cols_ < limit if mask is None else mask & (cols_ < limit)
-        return gather_tile(ref, rows, cols_, mask).astype(jnp.float32)
+    def gather(self, ref, rows: jax.Array, cols: tuple, mask: jax.Array | None = None) -> jax.Array:
+        """Rows [R, 1] of an input, by token, and a range of its columns: [R, size] in float32, zeros where mask is false."""
+        first, size, limit = cols
+        lanes = first + jnp.arange(size)[None, :]
+        for inside in (None if self.row_limit is None else rows < self.row_limit, None if limit is None else lanes < limit):
+            if inside is not None:
+                mask = inside if mask is None else mask & inside
+        return gather_tile(ref, rows, lanes, mask).astype(jnp.float32)
 
     # Block specifications. A grid ends in (.., chunk or value tile, B * HV), and its first axis varies fastest.
     def head(self, array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
