@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import dormouse_jax
 from torch_ref import oracle as torch_oracle
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 OPERATORS = ("kda", "gdn2")
 IMPLEMENTATIONS = ("recurrent", "xla", "pallas_triton")
 
@@ -29,8 +31,12 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-# On a CPU the tests' time goes into compiling, interpreted kernels above all.
-jax.config.update("jax_disable_most_optimizations", not on_gpu())
+if not on_gpu():
+    # There the tests' time goes into compiling, interpreted kernels above all. What is compiled is kept for other
+    # processes and later runs.
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def kernels_run(implementation: str) -> contextlib.AbstractContextManager[None]:

@@ -39,15 +39,11 @@ def config_for(precision, shape=SHAPE, chunk_size=None):
     )
 
 
-def options_for(p, precision, config):
-    scale = p.inputs["q"].shape[-1] ** -0.5
-    return {"scale": scale, "precision": precision, "config": config, "interpret": not helpers.on_gpu()}
-
-
 def value_and_grads(p, precision, config, *, save):
     """As `helpers.value_and_grads`, straight from the kernels."""
-    options = options_for(p, precision, config)
     inputs = arguments(p)
+    scale, interpret = p.inputs["q"].shape[-1] ** -0.5, not helpers.on_gpu()
+    options = {"scale": scale, "precision": precision, "config": config, "interpret": interpret}
 
     @jax.jit
     def run(inputs, do, dfinal_state):
@@ -70,6 +66,12 @@ def port_intermediates(p, chunk_size, dtype, matmul_dtype=None):
     return {name: found[name].double().numpy() for name in INTERMEDIATES}
 
 
+@functools.cache
+def compiled_intermediates(config, precision):
+    options = {"scale": SHAPE.K**-0.5, "precision": precision, "config": config, "interpret": not helpers.on_gpu()}
+    return jax.jit(functools.partial(kernels.forward_intermediates, **options))
+
+
 class IntermediatesTest(parameterized.TestCase):
     """Tensor for tensor, by name, against the chunked PyTorch port."""
 
@@ -81,8 +83,7 @@ class IntermediatesTest(parameterized.TestCase):
     def test_against_the_port(self, operator, precision, chunk_size):
         dtype = jnp.bfloat16 if precision == "16bit" else jnp.float32
         p = helpers.problem(operator, SHAPE, dtype=dtype)
-        options = options_for(p, precision, config_for(precision, chunk_size=chunk_size))
-        got = jax.jit(functools.partial(kernels.forward_intermediates, **options))(*arguments(p))
+        got = compiled_intermediates(config_for(precision, chunk_size=chunk_size), precision)(*arguments(p))
         want = port_intermediates(p, chunk_size, torch.float64)
         self.assertContainsSubset(INTERMEDIATES, got)
         for name in INTERMEDIATES:
@@ -96,15 +97,14 @@ class IntermediatesTest(parameterized.TestCase):
         g = np.where(np.random.default_rng(0).random(p.inputs["g"].shape) < 1 / 3, -50.0, p.inputs["g"])
         k = np.repeat(p.inputs["k"][:, :1], SHAPE.T, axis=1)
         p = p.replace(k=k, g=g, beta=np.ones_like(p.inputs["beta"]))
-        options = options_for(p, "fp32", config_for("fp32", chunk_size=32))
-        got = jax.jit(functools.partial(kernels.forward_intermediates, **options))(*arguments(p))
+        got = compiled_intermediates(config_for("fp32", chunk_size=32), "fp32")(*arguments(p))
         want = port_intermediates(p, 32, torch.float64)
         for name in INTERMEDIATES:
             helpers.assert_close(got[name], want[name], rms=2e-6, name=name)
 
 
 class ConfigurationTest(parameterized.TestCase):
-    @parameterized.parameters(*OPERATORS)
+    @parameterized.parameters(OPERATORS if helpers.on_gpu() else OPERATORS[:1])
     def test_the_exact_path_changes_no_bit(self, operator):
         # Gates that send some rows of some blocks to the exact path, and leave whole blocks on the fast one.
         p = helpers.problem(operator, SHAPE)
@@ -121,7 +121,7 @@ class ConfigurationTest(parameterized.TestCase):
         helpers.assert_all_close(results[0], helpers.oracle(p))
 
     def test_every_configuration_of_the_table_against_the_oracle(self):
-        """A configuration can be miscompiled: none may be chosen that has not been held to the oracle on the device."""
+        # A configuration can be miscompiled: none may be chosen that has not been held to the oracle on the device.
         if not helpers.on_gpu():
             self.skipTest("it is about compiled kernels; interpreted ones ignore most of a configuration")
         seen = set()
