@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltr
 
+LOG2_E = 1.4426950408889634
 PRECISIONS = ("fp32", "tf32", "16bit")
 
 # The tensor cores' 16-bit products contract 16 values at a time; the backend is silently wrong below that.
@@ -72,13 +73,13 @@ def load_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int 
       cols: the same for columns.
     """
     mask = _mask(rows, cols)
-    view = ref.at[pl.ds(rows[0], rows[1]), pl.ds(cols[0], cols[1])]
+    view = ref.at[_span(rows), _span(cols)]
     return pltr.load(view) if mask is None else pltr.load(view, mask=mask, other=0.0)
 
 
 def store_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None], value: jax.Array) -> None:
     """Stores a 2D tile, leaving out what lies outside the array. Arguments as in `load_tile`."""
-    pltr.store(ref.at[pl.ds(rows[0], rows[1]), pl.ds(cols[0], cols[1])], value.astype(ref.dtype), mask=_mask(rows, cols))
+    pltr.store(ref.at[_span(rows), _span(cols)], value.astype(ref.dtype), mask=_mask(rows, cols))
 
 
 def gather_tile(ref, rows: jax.Array, cols: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -96,10 +97,33 @@ def scatter_tile(ref, rows: jax.Array, cols: jax.Array, value: jax.Array) -> Non
     pltr.store(view, value.astype(ref.dtype))
 
 
+def exp(x: jax.Array, interpret: bool) -> jax.Array:
+    """exp(x) in float32, to 2^-22 relative, 0 below the smallest normal number.
+
+    One multiplication and one special-function instruction: the backend's own exp spends ten more on ranges that do not occur.
+    """
+    x = x * LOG2_E
+    if interpret:
+        return jnp.exp2(x)
+    return pltr.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )[0]
+
+
 def barrier(interpret: bool) -> None:
     """Makes a program's earlier stores visible to its later loads, whichever of its threads made them."""
     if not interpret:
         pltr.debug_barrier()
+
+
+def _span(axis):
+    """The slice of (first, number, size). JAX refuses a slice that it can see to stick out, masked or not, so `first` is an
+    array, which it does not look into; of one type, as interpret mode wants it under x64."""
+    return pl.ds(jnp.asarray(axis[0], jnp.int32), axis[1])
 
 
 def _mask(rows, cols):

@@ -68,7 +68,7 @@ def forward_intermediates(
         "A": A,
         "P": debug.P,
         "M": debug.M,
-        "W": debug.QW[..., sizes.C :, : sizes.K],
+        "W": debug.W[..., : sizes.K],
         "U": states.U[..., : sizes.V],
         "states": states.S[..., : sizes.V, : sizes.K].swapaxes(-1, -2),
     }

@@ -26,14 +26,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
-from pallas_kernels.kda.blocks import MIN_LOG_DECAY, Decays, Rows, masked_sum
+from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, MaskedSum, clamp, iotas, take_row
 from pallas_kernels.kda.config import BLOCK, KdaConfig
-from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot, stacked
+from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
 
 
 def kda_state_bwd(
-    do_ref, qw_ref, ktil_ref, p_ref, decay_ref, *refs,
+    do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, *refs,
     sizes: Sizes, v_tile: int, precision: str, has_final: bool, has_initial: bool, interpret: bool,
 ):  # fmt: skip
     """Walks backwards with a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, B * HV).
@@ -48,7 +48,6 @@ def kda_state_bwd(
     first = pl.program_id(0) * v_tile
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
     full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
-    lower_c = pl.ds(sizes.C, sizes.C)
 
     def step(s, dS):
         n = sizes.nt - 1 - s
@@ -59,7 +58,7 @@ def kda_state_bwd(
         dUo = dU.astype(op)
         du_ref[n, full_c, tile] = dUo.T
         decayed = dS * decay_ref[n, 0, full_k][None, :]
-        return decayed + dot(do, qw_ref[n, full_c, full_k]) - dot(dUo, qw_ref[n, lower_c, full_k])
+        return decayed + dot(do, qhat_ref[n, full_c, full_k]) - dot(dUo, w_ref[n, full_c, full_k])
 
     if dfinal_ref is None:
         dS = jnp.zeros((v_tile, sizes.bk), jnp.float32)
@@ -72,118 +71,153 @@ def kda_state_bwd(
 
 def kda_grads(
     q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref,
-    dr_ref, dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
+    dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
     sizes: Sizes, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
-    """All gradients of one chunk of one value head. Grid (NT, B * HV)."""
+    """All gradients of one chunk of one value head, for one tile of key channels. Grid (K tiles, NT, B * HV).
+
+    What belongs to the value side is formed by every program and written by the first one; beta's gradient is written in shares.
+    """
     op = operand_dtype(q_ref.dtype, precision)
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     f32 = jnp.float32
-    one, two = Rows(sizes.C), Rows(sizes.C, copies=2)
-    start = pl.program_id(0) * sizes.C
-    tokens, all_c = sizes.rows(start, sizes.C), (0, sizes.C, None)
-    upper = two.index < sizes.C
+    row, col = iotas()
+    tile, start = pl.program_id(0), pl.program_id(1) * sizes.C
+    kc, nb = (tile * k_tile, k_tile, sizes.k_limit), sizes.blocks
     slab = min(sizes.bv, V_SLAB)
     slabs = range(0, sizes.bv, slab)
+    padded_k = (tile * k_tile, k_tile, None)
 
-    # The value side: dv and dwrite, and do over -dR, whose product with U is dP over dA.
-    M = bt.load_tile(m_ref, all_c, all_c).astype(op)
-    dPA = jnp.zeros((2 * sizes.C, sizes.C), f32)
-    dbeta = jnp.zeros((sizes.C, 1), f32)
+    def rows(r):
+        return sizes.rows(start + r * BLOCK)
+
+    def local(r):
+        return (r * BLOCK, BLOCK, None)
+
+    # The value side: dR, dv, dwrite, and the 16 x 16 blocks of dP and dA.
+    dP = {(a, b): jnp.zeros((BLOCK, BLOCK), jnp.float32) for a in range(nb) for b in range(a + 1)}
+    dA = dict(dP)
+    dbeta = [jnp.zeros((BLOCK, 1), jnp.float32) for _ in range(nb)]
+    dR: dict = {}
     for first in slabs:
-        padded_v, vc = (first, slab, None), sizes.v_cols(first, slab)
-        dR = dot(M, bt.load_tile(du_ref, all_c, padded_v), (0, 0))
-        bt.store_tile(dr_ref, all_c, padded_v, -dR)
-        v = bt.load_tile(v_ref, tokens, vc).astype(f32)
-        write = bt.load_tile(write_ref, tokens, vc if sizes.channelwise else (0, 1, None)).astype(f32)
-        bt.store_tile(dv_ref, tokens, vc, write * dR)
-        if sizes.channelwise:
-            bt.store_tile(dwrite_refs[0], tokens, vc, v * dR)
-        else:
-            dbeta += jnp.sum(v * dR, axis=1)[:, None]
-    bt.barrier(interpret)
+        vs = (first, slab, None)
+        dU = [bt.load_tile(du_ref, local(a), vs) for a in range(nb)]
+        U = [bt.load_tile(u_ref, local(b), vs) for b in range(nb)]
+        for b in range(nb):
+            part = sum(dot(bt.load_tile(m_ref, local(a), local(b)).astype(op), dU[a], (0, 0)) for a in range(b, nb))
+            vc = sizes.v_cols(first, slab)
+            v = bt.load_tile(v_ref, rows(b), vc).astype(jnp.float32)
+            write = bt.load_tile(write_ref, rows(b), vc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
 
-    def outer(first):
-        """do over -dR, [2 C, slab]."""
-        do = sizes.gather(do_ref, start + two.row, sizes.v_cols(first, slab), upper).astype(op)
-        lanes = first + jnp.arange(slab)[None, :]
-        return jnp.where(upper, do, bt.gather_tile(dr_ref, two.row, lanes))
+            @pl.when(tile == 0)
+            def _(b=b, vc=vc, v=v, write=write, part=part):
+                bt.store_tile(dv_ref, rows(b), vc, write * part)
+                if sizes.channelwise:
+                    bt.store_tile(dwrite_refs[0], rows(b), vc, v * part)
 
+            if not sizes.channelwise:
+                dbeta[b] += jnp.where(tile == 0, jnp.sum(v * part, axis=1)[:, None], 0.0)
+            dR[b, first] = part.astype(op)
+        for a in range(nb):
+            do = bt.load_tile(do_ref, rows(a), sizes.v_cols(first, slab)).astype(op)
+            for b in range(a + 1):
+                dP[a, b] += dot(do, U[b], (1, 1))
+                dA[a, b] -= dot(dR[a, first], U[b], (1, 1))
+
+    # The key side, blocks from last to first: dG is summed in reverse.
+    K_end, block_decay = [], []  # Keys at their block's end, as operands; decay of every block.
+    for r in range(nb):
+        d = Decays.of(clamp(bt.load_tile(g_ref, rows(r), kc)), precision, interpret)
+        K_end.append((bt.load_tile(k_ref, rows(r), kc).astype(f32) * d.down).astype(op))
+        block_decay.append(d.whole)
+
+    dG_end = jnp.zeros((1, k_tile), f32)  # Reverse sum of dG over everything after the block.
     for first in slabs:
-        dPA += dot(outer(first), bt.load_tile(u_ref, all_c, (first, slab, None)), (1, 1))
-    on_diagonal = jnp.sum(jnp.where((two.row == two.col) & upper, dPA, 0.0), axis=1)[:, None]
-    dPA = jnp.where(two.row > two.col, dPA, 0.0)
+        S, dS = (bt.load_tile(x, (first, slab, None), padded_k).astype(f32) for x in (s_ref, ds_ref))
+        dG_end += jnp.sum(S * dS, axis=0)[None, :]
+    dG_end *= bt.load_tile(decay_ref, (0, 1, None), padded_k)
+    # U dS1^T carried to the chunk's end: the pairs that leave the chunk.
+    from_end = []
+    for r in range(nb):
+        products = (dot(bt.load_tile(u_ref, local(r), (f, slab, None)), bt.load_tile(ds_ref, (f, slab, None), padded_k)) for f in slabs)
+        from_end.append(sum(products))
+    leaving = jnp.zeros((BLOCK, k_tile), f32)
+    later = jnp.ones((BLOCK, k_tile), f32)
+    for r in reversed(range(nb)):
+        leaving += K_end[r].astype(f32) * later * from_end[r]
+        later *= block_decay[r]
+    dG_end += jnp.sum(leaving, axis=0)[None, :]
 
-    def channels(tile, dbeta):
-        """The key side, for one tile of key channels."""
-        kc, padded = (tile * k_tile, k_tile, sizes.k_limit), (tile * k_tile, k_tile, None)
-        k = bt.load_tile(k_ref, tokens, kc).astype(f32)
-        x, factor = stacked(q_ref, k_ref, erase_ref, start, kc, two, sizes, scale)
-        keys = Decays(bt.load_tile(g_ref, tokens, kc), one, precision)
-        rows = Decays(sizes.gather(g_ref, start + two.row, kc), two, precision)
+    left: list = [None] * nb  # Erased keys and queries at their block's start, as operands, of the blocks after r.
+    for r in reversed(range(nb)):
+        k = bt.load_tile(k_ref, rows(r), kc).astype(f32)
+        q = bt.load_tile(q_ref, rows(r), kc).astype(f32) * scale
+        g = clamp(bt.load_tile(g_ref, rows(r), kc))
+        erase = bt.load_tile(erase_ref, rows(r), kc if sizes.channelwise else (0, 1, None)).astype(f32)
+        e = erase * k
+        d = Decays.of(g, precision, interpret)
+        E, Q, anchor = e * d.up, q * d.up, d.anchor()
+        depth = d.depth()
+        slow = (depth > FAST_LIMIT[precision])[:, None]
+        below = row > col
+        dP_rr, dA_rr = jnp.where(below, dP[r, r], 0.0), jnp.where(below, dA[r, r], 0.0)
+        dPd, dAd = (jnp.where(slow, 0.0, x).astype(diagonal) for x in (dP_rr, dA_rr))
+        Ed, Qd, Kd = E.astype(diagonal), Q.astype(diagonal), (k * anchor).astype(diagonal)
 
-        # From and to the states.
-        dx, dk, dG_end = 0.0, 0.0, 0.0
-        for first in slabs:
-            padded_v = (first, slab, None)
-            S, dS = bt.load_tile(s_ref, padded_v, padded), bt.load_tile(ds_ref, padded_v, padded)
-            dx += dot(outer(first), S)
-            dk += dot(bt.load_tile(u_ref, all_c, padded_v), dS)
-            dG_end += jnp.sum(S.astype(f32) * dS.astype(f32), axis=0)[None, :]
-        dx, dk = dx * rows.up(one.blocks), dk * keys.down(one.blocks)
-        dG_rows, dG_keys = x * dx, k * dk
-        dG_end = dG_end * bt.load_tile(decay_ref, (0, 1, None), padded) + jnp.sum(dG_keys, axis=0)[None, :]
+        # Sums over earlier keys, nearest last: every block's decay multiplies what lies before it.
+        acc_q, acc_e = 0.0, 0.0
+        for f in slabs:
+            S = bt.load_tile(s_ref, (f, slab, None), padded_k)
+            acc_q += dot(bt.load_tile(do_ref, rows(r), sizes.v_cols(f, slab)).astype(op), S)
+            acc_e -= dot(dR[r, f], S)
+        for b in range(r):
+            acc_q = acc_q * block_decay[b] + dot(dP[r, b].astype(op), K_end[b])
+            acc_e = acc_e * block_decay[b] + dot(dA[r, b].astype(op), K_end[b])
+        # Sums over later queries, nearest last.
+        acc_k = from_end[r]
+        for a in reversed(range(r + 1, nb)):
+            Ea, Qa = left[a]
+            acc_k = acc_k * block_decay[a] + dot(dA[a, r].astype(op), Ea, (0, 0)) + dot(dP[a, r].astype(op), Qa, (0, 0))
+        left[r] = (E.astype(op), Q.astype(op))
+        near_q, near_e = dot_diagonal(dPd, Kd), dot_diagonal(dAd, Kd)
+        near_k = dot_diagonal(dAd, Ed, (0, 0)) + dot_diagonal(dPd, Qd, (0, 0))
 
-        def near(dot, dtype, where, up, down, sums):
-            """Adds the pairs of one level. Both ends of a pair use the same rounded factors, so that dG cancels as it should."""
-            dx, dk, dG_rows, dG_keys = sums
-            pairs = jnp.where(where, dPA, 0.0).astype(dtype)
-            X, K = (x * up).astype(dtype), (k * down).astype(dtype)
-            at_x, at_k = dot(pairs, K), dot(pairs, X, (0, 0))
-            dG_rows, dG_keys = dG_rows + X.astype(f32) * at_x, dG_keys + K.astype(f32) * at_k
-            return dx + up * at_x, dk + down * at_k, dG_rows, dG_keys
+        dG = left[r][1].astype(f32) * acc_q + left[r][0].astype(f32) * acc_e - K_end[r].astype(f32) * acc_k
+        dG += Qd.astype(f32) * near_q + Ed.astype(f32) * near_e - Kd.astype(f32) * near_k
+        dq = d.up * (acc_q + near_q)
+        de = d.up * (acc_e + near_e)
+        dk = d.down * acc_k + anchor * near_k
 
-        sums = dx, dk, dG_rows, dG_keys
-        for half in two.levels():
-            sums = near(dot, op, two.meet(half), rows.up(half), keys.down(half), sums)
-        sums = near(dot_diagonal, diagonal, two.run(1) & ~rows.slow, rows.up(1), keys.anchor(), sums)
-
-        def exact(s, carry):
-            """Key j of every diagonal block against the rows that need the exact path, as in kda_prepare."""
-            span, dx, dk, dG_rows, dG_keys = carry
+        def exact(s, carry, *, k=k, q=q, e=e, g=g, slow=slow, dP_rr=dP_rr, dA_rr=dA_rr):
+            """Key j against the rows that need the exact path, as in exact_products."""
+            span, dq, de, dk, dG = carry
             j = BLOCK - 1 - s
-            k_j, g_j = (sizes.gather(ref, start + two.row // BLOCK * BLOCK + j, kc) for ref in (k_ref, g_ref))
-            weight = jnp.where((two.row % BLOCK > j) & rows.slow, jnp.exp(span), 0.0)
-            pairs = jnp.sum(jnp.where(two.col == two.row // BLOCK * BLOCK + j, dPA, 0.0), axis=1)[:, None] * weight
-            to_j = (one.row % BLOCK == j) & (one.row // BLOCK == jnp.arange(two.size)[None, :] % two.C // BLOCK)
-            at_j = masked_sum(to_j, pairs * x, precision, interpret)
-            span = jnp.where(two.row % BLOCK >= j, span + jnp.maximum(g_j, MIN_LOG_DECAY), span)
-            return span, dx + pairs * k_j, dk + at_j, dG_rows + pairs * x * k_j, dG_keys + k * at_j
+            onehot, below = row == j, (row > j) & slow
+            weight = jnp.where(below, bt.exp(span, interpret), 0.0)
+            p = jnp.sum(jnp.where(col == j, dP_rr, 0.0), axis=1)[:, None] * weight
+            a = jnp.sum(jnp.where(col == j, dA_rr, 0.0), axis=1)[:, None] * weight
+            k_j = take_row(k, onehot)
+            term = a * e + p * q
+            dk_j = jnp.sum(term, axis=0)[None, :]
+            dG = dG + term * k_j - jnp.where(onehot, k_j * dk_j, 0.0)
+            span = jnp.where(row >= j, span + take_row(g, onehot), span)
+            return span, dq + p * k_j, de + a * k_j, dk + jnp.where(onehot, dk_j, 0.0), dG
 
-        init = (jnp.zeros_like(x), *sums)
-        _, dx, dk, dG_rows, dG_keys = lax.fori_loop(0, rows.exact_steps(always_exact), exact, init)
+        any_slow = jnp.max(depth, axis=0) > FAST_LIMIT[precision]
+        steps = BLOCK if always_exact else any_slow.astype(jnp.int32) * BLOCK
+        _, dq, de, dk, dG = lax.fori_loop(0, steps, exact, (jnp.zeros_like(g), dq, de, dk, dG))
 
-        later = one.row <= jnp.arange(two.size)[None, :] % two.C
-        dg = masked_sum(later, dG_rows, precision, interpret) - masked_sum(one.row <= one.col, dG_keys, precision, interpret)
-        bt.store_tile(dg_ref, tokens, kc, dg + dG_end)
         # The terms i == j, whose decay is 1, have no part in dG.
-        dk_own = jnp.where(upper, on_diagonal * x, factor * dx)
-        dx = factor * dx if sizes.channelwise is None else dx
-        dq, de = jnp.split(dx, 2)
-        own_q, own_e = jnp.split(dk_own, 2)
-        (diagonal_q, _) = jnp.split(on_diagonal * jnp.ones_like(x), 2)
-        bt.store_tile(dq_ref, tokens, kc, scale * (dq + diagonal_q * k))
-        bt.store_tile(dk_ref, tokens, kc, dk + own_q + own_e)
+        on_diagonal = jnp.sum(jnp.where(row == col, dP[r, r], 0.0), axis=1)[:, None]
+        bt.store_tile(dq_ref, rows(r), kc, scale * (dq + on_diagonal * k))
+        bt.store_tile(dk_ref, rows(r), kc, dk + on_diagonal * q + erase * de)
+        bt.store_tile(dg_ref, rows(r), kc, MaskedSum(dG, precision, interpret)(row <= col) + dG_end)
+        dG_end += jnp.sum(dG, axis=0)[None, :]
         if sizes.channelwise:
-            bt.store_tile(derase_ref, tokens, kc, k * de)
-            return dbeta
-        return dbeta + jnp.sum(k * de, axis=1)[:, None]
-
-    tiles = sizes.bk // k_tile
-    dbeta = channels(0, dbeta) if tiles == 1 else lax.fori_loop(0, tiles, channels, dbeta)
-    if not sizes.channelwise:
-        bt.store_tile(derase_ref, tokens, (0, 1, None), dbeta)
+            bt.store_tile(derase_ref, rows(r), kc, k * de)
+        else:
+            bt.store_tile(derase_ref, rows(r), (tile, 1, None), dbeta[r] + jnp.sum(k * de, axis=1)[:, None])
 
 
 def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret):
@@ -193,7 +227,7 @@ def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, eras
     v_tile = min(config.v_tile, sizes.bv)
     inputs = [(do, sizes.head(do))] + [
         (x, sizes.chunks(*x.shape[2:])[1])
-        for x in (prepared.QW, prepared.Ktil, prepared.P, prepared.decay)
+        for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay)
     ]
     if dfinal_state is not None:
         inputs.append((dfinal_state, sizes.state()))
@@ -226,32 +260,37 @@ def gradients(
 ):
     """Runs `kda_grads`; returns dq, dk, dv, dg, derase and dwrite (None for KDA)."""
     sizes = Sizes.of(q, v, erase, config)
+    k_tile = min(config.k_tile, sizes.bk)
+    tiles = sizes.bk // k_tile
     grouped = sizes.HV != sizes.H
     inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, erase if write is None else write, do)]
     inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
     shape = jax.ShapeDtypeStruct
-    # With grouped value heads every head writes its own float32 share, summed below in a fixed order.
+    # Shares that are summed below, in float32 and in a fixed order: dq and dk over the value heads of a group, dbeta over key tiles.
     per_head = (sizes.B, sizes.T, sizes.HV, sizes.K)
     shapes = [shape(per_head, jnp.float32 if grouped else x.dtype) for x in (q, k)]
-    shapes += [shape(x.shape, x.dtype) for x in (v, g, erase)]
+    shapes += [shape(x.shape, x.dtype) for x in (v, g)]
+    shares = write is None and tiles > 1
+    shapes.append(shape((*erase.shape, tiles), jnp.float32) if shares else shape(erase.shape, erase.dtype))
     if write is not None:
         shapes.append(shape(write.shape, write.dtype))
-    dR, dR_spec = sizes.chunk(sizes.C, sizes.bv)  # Scratch of the kernel: the backend has no other.
-    _, dq, dk, dv, dg, derase, *dwrite = bt.launch(
+    dq, dk, dv, dg, derase, *dwrite = bt.launch(
         kda_grads,
         "kda_grads",
-        (sizes.nt, sizes.B * sizes.HV),
+        (tiles, sizes.nt, sizes.B * sizes.HV),
         inputs,
-        [(shape(dR, dU.dtype), dR_spec), *((x, sizes.head(x)) for x in shapes)],
+        [(x, sizes.head(x)) for x in shapes],
         num_warps=config.grads_warps,
         num_stages=1,
         interpret=interpret,
         sizes=sizes,
         scale=scale,
-        k_tile=min(config.k_tile, sizes.bk),
+        k_tile=k_tile,
         precision=precision,
         always_exact=config.always_exact,
     )
+    if shares:
+        derase = derase.sum(axis=-1).astype(erase.dtype)
     if grouped:
         split = (sizes.B, sizes.T, sizes.H, sizes.HV // sizes.H, sizes.K)
         dq, dk = (x.reshape(split).sum(axis=3).astype(like.dtype) for x, like in ((dq, q), (dk, k)))

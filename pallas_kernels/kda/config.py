@@ -24,7 +24,7 @@ class KdaConfig:
       state_warps, state_stages: warps and pipeline stages of the serial forward kernel.
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
       grads_warps: warps of the kernel that forms the gradients.
-      k_tile: key channels that the parallel kernels hold at a time.
+      k_tile: key channels that one program of that kernel holds.
       always_exact: run the exact path of the diagonal blocks even where no row needs it. It changes no bit: for tests.
     """
 
@@ -36,7 +36,7 @@ class KdaConfig:
     state_bwd_warps: int = 4
     state_bwd_stages: int = 2
     grads_warps: int = 4
-    k_tile: int = 32
+    k_tile: int = 64
     always_exact: bool = False
 
     def __post_init__(self):

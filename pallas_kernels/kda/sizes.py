@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backend_triton import ceil_pow2, gather_tile
+from pallas_kernels.backend_triton import ceil_pow2
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 
 
@@ -75,15 +75,6 @@ class Sizes:
 
     def v_cols(self, start=0, size: int | None = None) -> tuple:
         return (start, self.bv if size is None else size, self.v_limit)
-
-    def gather(self, ref, rows: jax.Array, cols: tuple, mask: jax.Array | None = None) -> jax.Array:
-        """Rows [R, 1] of an input, by token, and a range of its columns: [R, size] in float32, zeros where mask is false."""
-        first, size, limit = cols
-        lanes = first + jnp.arange(size)[None, :]
-        for inside in (None if self.row_limit is None else rows < self.row_limit, None if limit is None else lanes < limit):
-            if inside is not None:
-                mask = inside if mask is None else mask & inside
-        return gather_tile(ref, rows, lanes, mask).astype(jnp.float32)
 
     # Block specifications. A grid ends in (.., chunk or value tile, B * HV), and its first axis varies fastest.
     def head(self, array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
