@@ -23,15 +23,16 @@ class Residuals(NamedTuple):
 
     prepared: _forward.Prepared
     states: _forward.States
+    maps: jax.Array | None
 
 
 def forward(q, k, v, g, erase, write, initial_state, *, scale: float, precision: str, config: KdaConfig, interpret: bool, save: bool = False):
     """Returns o [B, T, HV, V] in q's dtype, final_state [B, HV, K, V] in float32, and Residuals or None."""
-    prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, precision=precision, config=config, interpret=interpret)
-    o, final, states = _forward.run_states(
-        prepared, initial_state, q, v, erase, precision=precision, config=config, interpret=interpret, save=save
-    )
-    return o, final, Residuals(prepared, states) if save else None
+    common = dict(precision=precision, config=config, interpret=interpret)
+    prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
+    maps = _forward.segment_maps(prepared, q, v, erase, **common)
+    o, final, states = _forward.run_states(prepared, maps, initial_state, q, v, erase, save=save, **common)
+    return o, final, Residuals(prepared, states, maps) if save else None
 
 
 def backward(
@@ -46,8 +47,10 @@ def backward(
     common = dict(precision=precision, config=config, interpret=interpret)
     if residuals is None:
         _, _, residuals = forward(q, k, v, g, erase, write, initial_state, scale=scale, save=True, **common)
-    prepared, states = residuals
-    dS, dU, dinitial = _backward.run_states_bwd(prepared, do, dfinal_state, initial_state is not None, q, v, erase, **common)
+    prepared, states, maps = residuals
+    dS, dU, dinitial = _backward.run_states_bwd(
+        prepared, maps, do, dfinal_state, initial_state is not None, q, v, erase, **common
+    )
     grads = _backward.gradients(prepared, states, dS, dU, q, k, v, g, erase, write, do, scale=scale, **common)
     return *grads, dinitial
 
@@ -61,7 +64,8 @@ def forward_intermediates(
     common = dict(precision=precision, config=config, interpret=interpret)
     debug, (G, A) = _forward.prepare(q, k, v, g, erase, write, scale=scale, debug=True, **common)
     prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
-    _, _, states = _forward.run_states(prepared, initial_state, q, v, erase, save=True, **common)
+    maps = _forward.segment_maps(prepared, q, v, erase, **common)
+    _, _, states = _forward.run_states(prepared, maps, initial_state, q, v, erase, save=True, **common)
     assert states is not None
     found = {
         "G": G[..., : sizes.K],

@@ -28,29 +28,31 @@ from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
 from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, MaskedSum, clamp, iotas, take_row
 from pallas_kernels.kda.config import BLOCK, KdaConfig
-from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot
+from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot, load_state, segment_chunks, segment_starts
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
 
 
 def kda_state_bwd(
     do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, *refs,
-    sizes: Sizes, v_tile: int, precision: str, has_final: bool, has_initial: bool, interpret: bool,
+    sizes: Sizes, v_tile: int, segments: int, precision: str, has_final: bool, has_initial: bool, interpret: bool,
 ):  # fmt: skip
-    """Walks backwards with a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, B * HV).
+    """Walks backwards over a segment, a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, segments, B * HV).
 
-    refs: dfinal_state if has_final, then dS, dU, and dinitial_state if has_initial.
+    refs: the gradients that segments end with (segments > 1) or dfinal_state (if has_final); then dS, dU, and dinitial_state if
+    has_initial.
     """
     refs = list(refs)
-    dfinal_ref = refs.pop(0) if has_final else None
+    end_ref = refs.pop(0) if segments > 1 or has_final else None
     ds_ref, du_ref = refs[:2]
     op = ds_ref.dtype
     dot = Dot(precision, interpret)
-    first = pl.program_id(0) * v_tile
+    first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
     full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
+    begin, end = segment_chunks(sizes.nt, segment, segments)
 
     def step(s, dS):
-        n = sizes.nt - 1 - s
+        n = end - 1 - s
         dSo = dS.astype(op)
         ds_ref[n, tile, full_k] = dSo
         do = bt.load_tile(do_ref, sizes.rows(n * sizes.C, sizes.C), vc).astype(op).T
@@ -60,13 +62,57 @@ def kda_state_bwd(
         decayed = dS * decay_ref[n, 0, full_k][None, :]
         return decayed + dot(do, qhat_ref[n, full_c, full_k]) - dot(dUo, w_ref[n, full_c, full_k])
 
-    if dfinal_ref is None:
-        dS = jnp.zeros((v_tile, sizes.bk), jnp.float32)
+    if segments > 1:
+        dS = bt.load_tile(end_ref, (first, v_tile, None), (0, sizes.bk, None))
     else:
-        dS = bt.load_tile(dfinal_ref, k_rows, vc).astype(jnp.float32).T
-    dS = lax.fori_loop(0, sizes.nt, step, dS)
+        dS = load_state(end_ref, k_rows, vc, (v_tile, sizes.bk))
+    dS = lax.fori_loop(0, end - begin, step, dS)
     if has_initial:
-        bt.store_tile(refs[2], k_rows, vc, dS.T)
+
+        @pl.when(segment == 0)
+        def _():
+            bt.store_tile(refs[2], k_rows, vc, dS.T)
+
+
+def kda_segment_bwd(
+    do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, map_ref, added_ref,
+    *, sizes: Sizes, v_tile: int, segments: int, precision: str, interpret: bool,
+):  # fmt: skip
+    """dS at a segment's start when it is zero at its end, over the D^T of `kda_segment`. Grid (V tiles, segments, B * HV)."""
+    op = ktil_ref.dtype
+    dot = Dot(precision, interpret)
+    first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
+    full_k, full_c, all_k = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), (0, sizes.bk, None)
+    begin, end = segment_chunks(sizes.nt, segment, segments)
+
+    def step(s, dS):
+        n = end - 1 - s
+        do = bt.load_tile(do_ref, sizes.rows(n * sizes.C, sizes.C), sizes.v_cols(first, v_tile)).astype(op).T
+        dU = dot(do, p_ref[n, full_c, full_c]) + dot(dS.astype(op), ktil_ref[n, full_c, full_k], (1, 1))
+        decayed = dS * decay_ref[n, 0, full_k][None, :]
+        return decayed + dot(do, qhat_ref[n, full_c, full_k]) - dot(dU.astype(op), w_ref[n, full_c, full_k])
+
+    dS = lax.fori_loop(0, end - begin, step, jnp.zeros((v_tile, sizes.bk), jnp.float32))
+    bt.store_tile(added_ref, (first, v_tile, None), all_k, dS)
+    # D^T is copied along, a share of its rows by each program, so that the combination reads one array like the forward's.
+    share = sizes.bk * v_tile // sizes.bv
+    rows = (sizes.bv + pl.program_id(0) * share, share, None)
+    bt.store_tile(added_ref, rows, all_k, bt.load_tile(map_ref, rows, all_k))
+
+
+def kda_combine_bwd(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, interpret: bool):
+    """dS at the end of every segment, transposed: the mirror image of `kda_combine`, with D in place of D^T."""
+    refs = list(refs)
+    final_ref = refs.pop(0) if has_initial else None
+    dot32 = Dot("fp32", interpret)
+    first = pl.program_id(0) * v_tile
+    all_k, height = (0, sizes.bk, None), sizes.bv + sizes.bk
+    dS = load_state(final_ref, sizes.k_cols(), sizes.v_cols(first, v_tile), (v_tile, sizes.bk))
+    for segment in reversed(range(segments)):
+        bt.store_tile(refs[0], (segment * sizes.bv + first, v_tile, None), all_k, dS)
+        if segment > 0:
+            added = bt.load_tile(map_ref, (segment * height + first, v_tile, None), all_k)
+            dS = added + dot32(dS, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k), (1, 1))
 
 
 def kda_grads(
@@ -220,16 +266,28 @@ def kda_grads(
             bt.store_tile(derase_ref, rows(r), (tile, 1, None), dbeta[r] + jnp.sum(k * de, axis=1)[:, None])
 
 
-def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret):
-    """Runs `kda_state_bwd`; returns dS [B * HV, NT, bv, bk], dU [B * HV, NT, C, bv] and dinitial_state or None."""
+def run_states_bwd(
+    prepared: Prepared, maps, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret
+):
+    """Runs `kda_state_bwd`, split like the forward; returns dS [B * HV, NT, bv, bk], dU [B * HV, NT, C, bv], dinitial_state or None."""
     sizes = Sizes.of(q, v, erase, config)
     op = operand_dtype(q.dtype, precision)
     v_tile = min(config.v_tile, sizes.bv)
-    inputs = [(do, sizes.head(do))] + [
-        (x, sizes.chunks(*x.shape[2:])[1])
-        for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay)
-    ]
-    if dfinal_state is not None:
+    tiles = (prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay)
+    inputs = [(do, sizes.head(do)), *((x, sizes.chunks(*x.shape[2:])[1]) for x in tiles)]
+    segments = 1 if maps is None else maps.shape[1]
+    grid = (sizes.bv // v_tile, segments, sizes.B * sizes.HV)
+    common = dict(sizes=sizes, v_tile=v_tile, segments=segments, precision=precision)
+    launch = dict(num_warps=config.state_bwd_warps, num_stages=config.state_bwd_stages, interpret=interpret)
+    if maps is not None:
+        spec = pl.BlockSpec((None, None, *maps.shape[2:]), lambda _, n, bh: (bh, n, 0, 0))
+        shape = jax.ShapeDtypeStruct(maps.shape, maps.dtype)
+        [added] = bt.launch(
+            kda_segment_bwd, "kda_segment_bwd", grid, [*inputs, (maps, spec)], [(shape, spec)], **launch, **common
+        )
+        ends = segment_starts(added, dfinal_state, q, v, erase, config=config, interpret=interpret, body=kda_combine_bwd)
+        inputs.append((ends, pl.BlockSpec((None, None, sizes.bv, sizes.bk), lambda *i: (i[-1], i[-2], 0, 0))))
+    elif dfinal_state is not None:
         inputs.append((dfinal_state, sizes.state()))
     outputs = []
     for tile in ((sizes.bv, sizes.bk), (sizes.C, sizes.bv)):
@@ -240,15 +298,11 @@ def run_states_bwd(prepared: Prepared, do, dfinal_state, has_initial, q, v, eras
     dS, dU, *dinitial = bt.launch(
         kda_state_bwd,
         "kda_state_bwd",
-        (sizes.bv // v_tile, sizes.B * sizes.HV),
+        grid,
         inputs,
         outputs,
-        num_warps=config.state_bwd_warps,
-        num_stages=config.state_bwd_stages,
-        interpret=interpret,
-        sizes=sizes,
-        v_tile=v_tile,
-        precision=precision,
+        **launch,
+        **common,
         has_final=dfinal_state is not None,
         has_initial=has_initial,
     )

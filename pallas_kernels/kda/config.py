@@ -11,6 +11,7 @@ from pallas_kernels.backend_triton import PRECISIONS, ceil_pow2
 
 BLOCK = 16  # Rows of a diagonal block: the smallest tile of the tensor cores, and the reach of one anchor of the decay.
 MAX_DIM = 256
+MIN_SEGMENT = 8  # Chunks: below it the two more launches cost what the split gains.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class KdaConfig:
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
       grads_warps: warps of the kernel that forms the gradients.
       k_tile: key channels that one program of that kernel holds.
+      segments: into how many parts a sequence may be split, so that few heads fill the card; each part then acts on the state as an
+        affine map, found in parallel. 1: never.
       always_exact: run the exact path of the diagonal blocks even where no row needs it. It changes no bit: for tests.
     """
 
@@ -37,6 +40,7 @@ class KdaConfig:
     state_bwd_stages: int = 2
     grads_warps: int = 4
     k_tile: int = 64
+    segments: int = 1
     always_exact: bool = False
 
     def __post_init__(self):
@@ -52,6 +56,14 @@ class KdaConfig:
         for name in ("state_stages", "state_bwd_stages"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name} must lie between 1 and 4, got {getattr(self, name)}")
+        if not 1 <= self.segments <= 64:
+            raise ValueError(f"segments must lie between 1 and 64, got {self.segments}")
+
+    def segments_of(self, chunks: int) -> int:
+        """Segments for a sequence of so many chunks: none is empty, and none shorter than MIN_SEGMENT chunks."""
+        segments = max(1, min(self.segments, chunks // MIN_SEGMENT))
+        length = -(-chunks // segments)
+        return -(-chunks // length)
 
 
 @functools.cache

@@ -156,18 +156,18 @@ def kda_prepare(
 
 def kda_state(
     w_ref, qhat_ref, ktil_ref, y_ref, p_ref, decay_ref, *refs,
-    sizes: Sizes, v_tile: int, precision: str, has_initial: bool, save: bool, interpret: bool,
+    sizes: Sizes, v_tile: int, segments: int, precision: str, has_initial: bool, save: bool, interpret: bool,
 ):  # fmt: skip
-    """Walks over the chunks of one value head with a tile of S^T, [v_tile, bk], in registers. Grid (V tiles, B * HV).
+    """Walks over the chunks of one segment of a value head, a tile of S^T, [v_tile, bk], in registers. Grid (V tiles, segments, B * HV).
 
-    refs: initial_state if has_initial, then o, final_state, and S, U if save.
+    refs: the states that segments start from (segments > 1) or initial_state (if has_initial); then o, final_state, and S, U if save.
     """
     refs = list(refs)
-    initial_ref = refs.pop(0) if has_initial else None
+    start_ref = refs.pop(0) if segments > 1 or has_initial else None
     o_ref, final_ref = refs[:2]
     op = operand_dtype(o_ref.dtype, precision)
     dot = Dot(precision, interpret)
-    first = pl.program_id(0) * v_tile
+    first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
     full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
 
@@ -183,12 +183,70 @@ def kda_state(
             u_ref[n, full_c, tile] = Uo.T
         return S * decay_ref[n, 0, full_k][None, :] + dot(Uo, ktil_ref[n, full_c, full_k])
 
-    if initial_ref is None:
-        S = jnp.zeros((v_tile, sizes.bk), jnp.float32)
+    if segments > 1:
+        S = bt.load_tile(start_ref, (first, v_tile, None), (0, sizes.bk, None))
     else:
-        S = bt.load_tile(initial_ref, k_rows, vc).astype(jnp.float32).T
-    S = lax.fori_loop(0, sizes.nt, step, S)
-    bt.store_tile(final_ref, k_rows, vc, S.T)
+        S = load_state(start_ref, k_rows, vc, (v_tile, sizes.bk))
+    S = lax.fori_loop(*segment_chunks(sizes.nt, segment, segments), step, S)
+
+    @pl.when(segment == segments - 1)
+    def _():
+        bt.store_tile(final_ref, k_rows, vc, S.T)
+
+
+def load_state(ref, k_rows: tuple, v_cols: tuple, shape: tuple[int, int]) -> jax.Array:
+    """A tile of a state [K, V], transposed, in float32; zeros where there is none."""
+    if ref is None:
+        return jnp.zeros(shape, jnp.float32)
+    return bt.load_tile(ref, k_rows, v_cols).astype(jnp.float32).T
+
+
+def segment_chunks(nt: int, segment, segments: int):
+    """First and last + 1 chunk of a segment."""
+    if segments == 1:
+        return 0, nt
+    length = -(-nt // segments)
+    return segment * length, jnp.minimum((segment + 1) * length, nt)
+
+
+def kda_segment(
+    w_ref, ktil_ref, y_ref, decay_ref, map_ref,
+    *, sizes: Sizes, tile: int, segments: int, precision: str, interpret: bool,
+):  # fmt: skip
+    """What a segment does to a state, S -> D S + E, as rows of [bv + bk, bk]: E^T over D^T. Grid (tiles, segments, B * HV).
+
+    E is the state after the segment from a zero state, column m of D the state after it from the m-th unit column without values.
+    """
+    op = ktil_ref.dtype
+    dot = Dot(precision, interpret)
+    first, segment = pl.program_id(0) * tile, pl.program_id(1)
+    full_k, full_c = pl.ds(0, sizes.bk), pl.ds(0, sizes.C)
+    values = pl.ds(jnp.minimum(first, sizes.bv - tile), tile)
+
+    def step(n, S):
+        y = jnp.where(first < sizes.bv, y_ref[n, values, full_c].astype(jnp.float32), 0.0)
+        U = y - dot(S.astype(op), w_ref[n, full_c, full_k], (1, 1))
+        return S * decay_ref[n, 0, full_k][None, :] + dot(U.astype(op), ktil_ref[n, full_c, full_k])
+
+    row = first + jnp.arange(tile)[:, None]
+    S = (row - sizes.bv == jnp.arange(sizes.bk)[None, :]).astype(jnp.float32)
+    S = lax.fori_loop(*segment_chunks(sizes.nt, segment, segments), step, S)
+    bt.store_tile(map_ref, (first, tile, None), (0, sizes.bk, None), S)
+
+
+def kda_combine(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, interpret: bool):
+    """States that the segments of one value head start from, transposed, [segments * bv, bk]. Grid (V tiles, B * HV)."""
+    refs = list(refs)
+    initial_ref = refs.pop(0) if has_initial else None
+    dot32 = Dot("fp32", interpret)
+    first = pl.program_id(0) * v_tile
+    all_k, height = (0, sizes.bk, None), sizes.bv + sizes.bk
+    S = load_state(initial_ref, sizes.k_cols(), sizes.v_cols(first, v_tile), (v_tile, sizes.bk))
+    for segment in range(segments):
+        bt.store_tile(refs[0], (segment * sizes.bv + first, v_tile, None), all_k, S)
+        if segment < segments - 1:
+            added = bt.load_tile(map_ref, (segment * height + first, v_tile, None), all_k)
+            S = added + dot32(S, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k))
 
 
 def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, interpret, debug=False):
@@ -224,8 +282,63 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
     return Prepared(*out[:7]), out[7:]
 
 
-def run_states(prepared: Prepared, initial_state, q, v, erase, *, precision, config: KdaConfig, interpret, save):
-    """Runs `kda_state`; returns o, final_state and States or None."""
+def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfig, interpret):
+    """Runs `kda_segment`; returns E^T over D^T of every segment, [B * HV, segments, bv + bk, bk], or None without segments."""
+    sizes = Sizes.of(q, v, erase, config)
+    segments = config.segments_of(sizes.nt)
+    if segments == 1:
+        return None
+    tile = min(config.v_tile, sizes.bv, sizes.bk)
+    rows = sizes.bv + sizes.bk
+    inputs = [(x, sizes.chunks(*x.shape[2:])[1]) for x in (prepared.W, prepared.Ktil, prepared.Y, prepared.decay)]
+    spec = pl.BlockSpec((None, None, rows, sizes.bk), lambda _, n, bh: (bh, n, 0, 0))
+    [maps] = bt.launch(
+        kda_segment,
+        "kda_segment",
+        (rows // tile, segments, sizes.B * sizes.HV),
+        inputs,
+        [(jax.ShapeDtypeStruct((sizes.B * sizes.HV, segments, rows, sizes.bk), jnp.float32), spec)],
+        num_warps=config.state_warps,
+        num_stages=config.state_stages,
+        interpret=interpret,
+        sizes=sizes,
+        tile=tile,
+        segments=segments,
+        precision=precision,
+    )
+    return maps
+
+
+def segment_starts(maps, initial_state, q, v, erase, *, config: KdaConfig, interpret, body=kda_combine):
+    """Runs `kda_combine` (or its mirror image, given as body): [B * HV, segments, bv, bk] in float32, and what else it returns."""
+    sizes = Sizes.of(q, v, erase, config)
+    segments, v_tile = maps.shape[1], min(config.v_tile, sizes.bv)
+
+    def head(rows):
+        return pl.BlockSpec((None, rows, sizes.bk), lambda _, bh: (bh, 0, 0))
+
+    flat = maps.reshape(maps.shape[0], -1, sizes.bk)
+    shape = jax.ShapeDtypeStruct((maps.shape[0], segments * sizes.bv, sizes.bk), jnp.float32)
+    inputs = [(flat, head(flat.shape[1]))] + ([] if initial_state is None else [(initial_state, sizes.state())])
+    [starts] = bt.launch(
+        body,
+        body.__name__,
+        (sizes.bv // v_tile, sizes.B * sizes.HV),
+        inputs,
+        [(shape, head(shape.shape[1]))],
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        sizes=sizes,
+        v_tile=v_tile,
+        segments=segments,
+        has_initial=initial_state is not None,
+    )
+    return starts.reshape(maps.shape[0], segments, sizes.bv, sizes.bk)
+
+
+def run_states(prepared: Prepared, maps, initial_state, q, v, erase, *, precision, config: KdaConfig, interpret, save):
+    """Runs `kda_state`, after `kda_combine` when `maps` says that the sequence is split; returns o, final_state and States or None."""
     sizes = Sizes.of(q, v, erase, config)
     op = operand_dtype(q.dtype, precision)
     v_tile = min(config.v_tile, sizes.bv)
@@ -234,7 +347,11 @@ def run_states(prepared: Prepared, initial_state, q, v, erase, *, precision, con
         (x, sizes.chunks(*x.shape[2:])[1])
         for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.Y, prepared.P, prepared.decay)
     ]
-    if initial_state is not None:
+    segments = 1 if maps is None else maps.shape[1]
+    if maps is not None:
+        starts = segment_starts(maps, initial_state, q, v, erase, config=config, interpret=interpret)
+        inputs.append((starts, pl.BlockSpec((None, None, bv, bk), lambda *i: (i[-1], i[-2], 0, 0))))
+    elif initial_state is not None:
         inputs.append((initial_state, sizes.state()))
     o = jax.ShapeDtypeStruct(v.shape, q.dtype)
     final = jax.ShapeDtypeStruct((sizes.B, sizes.HV, sizes.K, sizes.V), jnp.float32)
@@ -246,7 +363,7 @@ def run_states(prepared: Prepared, initial_state, q, v, erase, *, precision, con
     o, final, *states = bt.launch(
         kda_state,
         "kda_state",
-        (bv // v_tile, sizes.B * sizes.HV),
+        (bv // v_tile, segments, sizes.B * sizes.HV),
         inputs,
         outputs,
         num_warps=config.state_warps,
@@ -254,6 +371,7 @@ def run_states(prepared: Prepared, initial_state, q, v, erase, *, precision, con
         interpret=interpret,
         sizes=sizes,
         v_tile=v_tile,
+        segments=segments,
         precision=precision,
         has_initial=initial_state is not None,
         save=save,
