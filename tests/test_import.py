@@ -8,8 +8,8 @@ from absl.testing import absltest
 
 _CHECK = """
 import os, sys
-before = dict(os.environ)
 import jax
+before = dict(os.environ)
 config = dict(jax.config.values)
 import dormouse_jax
 assert "torch" not in sys.modules, "torch was imported"
