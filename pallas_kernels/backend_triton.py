@@ -1,6 +1,7 @@
 """The only file that knows how Pallas's Triton backend spells things.
 
-Every kernel of this backend goes through these few functions, so that a precision is always named, a tile that sticks out of its
+Every kernel of this backend goes through these few functions, so that a precision is always named, a tile that sticks
+out of its
 array is always masked (the backend checks no bounds), and interpret mode runs the same kernel body on a CPU.
 """
 
@@ -38,7 +39,8 @@ class Dot:
 
     Attributes:
       precision: "fp32" (three TF32 passes, float32-accurate), "tf32" (one pass), "ieee" (CUDA cores) or "16bit".
-      interpret: whether the kernel runs in interpret mode, where every product is a float32 product of the rounded operands.
+      interpret: whether the kernel runs in interpret mode, where every product is a float32 product of the rounded
+      operands.
     """
 
     precision: str
@@ -61,8 +63,10 @@ class Dot:
         if self.interpret:
             a, b, preset = a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST
         elif self.precision == "fp32":
-            # Six products of bfloat16 pieces, the smallest first: as accurate as three TF32 passes and as many tensor-core
-            # instructions, but pieces take half the room and need no rounding, on which the backend spends a dozen instructions.
+            # Six products of bfloat16 pieces, the smallest first: as accurate as three TF32 passes and as many
+            # tensor-core
+            # instructions, but pieces take half the room and need no rounding, on which the backend spends a dozen
+            # instructions.
             (a0, a1, a2), (b0, b1, b2) = pieces(a), pieces(b)
             small = product(a2, b0) + product(a1, b1) + product(a0, b2)
             return small + product(a1, b0) + product(a0, b1) + product(a0, b0)
@@ -70,8 +74,8 @@ class Dot:
 
 
 def pieces(x: jax.Array) -> list[jax.Array]:
-    """float32 x as a sum of three bfloat16 numbers, exactly: eight bits of the significand each, cut off rather than rounded,
-    by integer instructions, where a conversion would take the slow special-function unit."""
+    """float32 x as a sum of three bfloat16 numbers, exactly: eight bits of the significand each, cut off rather than
+    rounded, by integer instructions, where a conversion would take the slow special-function unit."""
     found = []
     for last in (False, False, True):
         bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -122,7 +126,8 @@ def scatter_tile(ref, rows: jax.Array, cols: jax.Array, value: jax.Array) -> Non
 def exp(x: jax.Array, interpret: bool) -> jax.Array:
     """exp(x) in float32, to 2^-22 relative, 0 below the smallest normal number.
 
-    One multiplication and one special-function instruction: the backend's own exp spends ten more on ranges that do not occur.
+    One multiplication and one special-function instruction: the backend's own exp spends ten more on ranges that do
+    not occur.
     """
     x = x * LOG2_E
     if interpret:
@@ -143,8 +148,8 @@ def barrier(interpret: bool) -> None:
 
 
 def _span(axis):
-    """The slice of (first, number, size). JAX refuses a slice that it can see to stick out, masked or not, so `first` is an
-    array, which it does not look into; of one type, as interpret mode wants it under x64."""
+    """The slice of (first, number, size). JAX refuses a slice that it can see to stick out, masked or not, so `first`
+    is an array, which it does not look into; of one type, as interpret mode wants it under x64."""
     return pl.ds(jnp.asarray(axis[0], jnp.int32), axis[1])
 
 

@@ -1,7 +1,8 @@
-"""Kimi Delta Attention and the general delta rule with channel-wise gates: forward and backward on Pallas's Triton backend.
+"""Kimi Delta Attention and the general delta rule with channel-wise gates: forward and backward on Pallas's Triton
+backend.
 
-Arrays as in `dormouse_jax.kda`; KDA passes beta [B, T, HV] as `erase` and None as `write`, the general rule erase [B, T, HV, K]
-and write [B, T, HV, V].
+Arrays as in `dormouse_jax.kda`; KDA passes beta [B, T, HV] as `erase` and None as `write`, the general rule erase [B,
+T, HV, K] and write [B, T, HV, V].
 """
 
 from __future__ import annotations
@@ -26,13 +27,33 @@ class Residuals(NamedTuple):
     maps: jax.Array | None
 
 
-def forward(q, k, v, g, erase, write, initial_state, *, scale: float, precision: str, config: KdaConfig, interpret: bool, save: bool = False):
-    """Returns o [B, T, HV, V] in q's dtype, final_state [B, HV, K, V] in float32, and Residuals or None."""
-    common = dict(precision=precision, config=config, interpret=interpret)
+def forward(
+    q,
+    k,
+    v,
+    g,
+    erase,
+    write,
+    initial_state,
+    *,
+    scale: float,
+    precision: str,
+    config: KdaConfig,
+    interpret: bool,
+    save: bool = False,
+    with_output: bool = True,
+):
+    """Returns o [B, T, HV, V] in q's dtype, final_state [B, HV, K, V] in float32, and Residuals or None.
+
+    With with_output=False only the residuals are formed, and o and final_state are None.
+    """
+    common = {"precision": precision, "config": config, "interpret": interpret}
     prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
     maps = _forward.segment_maps(prepared, q, v, erase, **common)
-    o, final, states = _forward.run_states(prepared, maps, initial_state, q, v, erase, save=save, **common)
-    return o, final, Residuals(prepared, states, maps) if save else None
+    o, final, states = _forward.run_states(
+        prepared, maps, initial_state, q, v, erase, save=save, with_output=with_output, **common
+    )
+    return o, final, Residuals(prepared, states, maps) if states is not None else None
 
 
 def backward(
@@ -44,9 +65,12 @@ def backward(
     dwrite is None for KDA, dinitial_state is None without an initial state, dfinal_state may be None for zero. Without
     residuals the forward's kernels run again.
     """
-    common = dict(precision=precision, config=config, interpret=interpret)
+    common = {"precision": precision, "config": config, "interpret": interpret}
     if residuals is None:
-        _, _, residuals = forward(q, k, v, g, erase, write, initial_state, scale=scale, save=True, **common)
+        _, _, residuals = forward(
+            q, k, v, g, erase, write, initial_state, scale=scale, save=True, with_output=False, **common
+        )
+    assert residuals is not None
     prepared, states, maps = residuals
     dS, dU, dinitial = _backward.run_states_bwd(
         prepared, maps, do, dfinal_state, initial_state is not None, q, v, erase, **common
@@ -58,10 +82,11 @@ def backward(
 def forward_intermediates(
     q, k, v, g, erase, write, initial_state, *, scale: float, precision: str, config: KdaConfig, interpret: bool
 ) -> dict[str, jax.Array]:
-    """The kernels' own intermediates by name: G, W [B, HV, NT, C, K], A, P, M [B, HV, NT, C, C], U [B, HV, NT, C, V] and states
+    """The kernels' own intermediates by name: G, W [B, HV, NT, C, K], A, P, M [B, HV, NT, C, C], U [B, HV, NT, C, V]
+    and states
     [B, HV, NT, K, V]. The same kernel bodies run with two more outputs (G, A), and with P and M in float32."""
     sizes = Sizes.of(q, v, erase, config)
-    common = dict(precision=precision, config=config, interpret=interpret)
+    common = {"precision": precision, "config": config, "interpret": interpret}
     debug, (G, A) = _forward.prepare(q, k, v, g, erase, write, scale=scale, debug=True, **common)
     prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
     maps = _forward.segment_maps(prepared, q, v, erase, **common)

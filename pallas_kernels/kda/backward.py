@@ -8,13 +8,15 @@ Given do and dS1, the gradient of the state leaving a chunk:
     dy  = dR
     dq_i = scale exp(G_i) (S0 do_i) + scale sum_{j<=i} dP_ij k_j exp(G_i - G_j)
     de_i = -exp(G_i) (S0 dR_i) + sum_{j<i} dA_ij k_j exp(G_i - G_j)
-    dk_j = exp(G_C - G_j) (dS1 U_j) + sum_{i>j} dA_ij e_i exp(G_i - G_j) + scale sum_{i>=j} dP_ij q_i exp(G_i - G_j) + erase_j de_j
+    dk_j = exp(G_C - G_j) (dS1 U_j) + sum_{i>j} dA_ij e_i exp(G_i - G_j) + scale sum_{i>=j} dP_ij q_i exp(G_i - G_j) +
+    erase_j de_j
     dG_i = q_i dq_i + e_i de_i - k_i dk_i    without the terms i == j and before de is folded into dk
     dg   = reverse cumulative sum of dG, plus exp(G_C) rowsum(S0 * dS1) + sum_j Ktil_j (dS1 U_j) at the last row
 
-`kda_state_bwd` walks over the chunks backwards with dS^T in registers and leaves dS1 and dU of every chunk. `kda_grads` forms all
-gradients of a chunk, all chunks in parallel. dg is a difference of large sums: both sides use the same rounded operands, so that
-what cancels in exact arithmetic cancels here too.
+`kda_state_bwd` walks over the chunks backwards with dS^T in registers and leaves dS1 and dU of every chunk.
+`kda_grads` forms all
+gradients of a chunk, all chunks in parallel. dg is a difference of large sums: both sides use the same rounded
+operands, so that what cancels in exact arithmetic cancels here too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
 from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, MaskedSum, clamp, iotas, take_row
 from pallas_kernels.kda.config import BLOCK, KdaConfig
-from pallas_kernels.kda.forward import V_SLAB, Prepared, States, diagonal_dot, load_state, segment_chunks, segment_starts
+from pallas_kernels.kda.forward import (
+    V_SLAB,
+    Prepared,
+    States,
+    diagonal_dot,
+    load_state,
+    segment_chunks,
+    segment_starts,
+)
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
 
 
@@ -38,8 +48,8 @@ def kda_state_bwd(
 ):  # fmt: skip
     """Walks backwards over a segment, a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, segments, B * HV).
 
-    refs: the gradients that segments end with (segments > 1) or dfinal_state (if has_final); then dS, dU, and dinitial_state if
-    has_initial.
+    refs: the gradients that segments end with (segments > 1) or dfinal_state (if has_final); then dS, dU, and
+    dinitial_state if has_initial.
     """
     refs = list(refs)
     end_ref = refs.pop(0) if segments > 1 or has_final else None
@@ -78,7 +88,8 @@ def kda_segment_bwd(
     do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, map_ref, added_ref,
     *, sizes: Sizes, v_tile: int, segments: int, precision: str, interpret: bool,
 ):  # fmt: skip
-    """dS at a segment's start when it is zero at its end, over the D^T of `kda_segment`. Grid (V tiles, segments, B * HV)."""
+    """dS at a segment's start when it is zero at its end, over the D^T of `kda_segment`. Grid (V tiles, segments, B *
+    HV)."""
     op = ktil_ref.dtype
     dot = Dot(precision, interpret)
     first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
@@ -94,7 +105,8 @@ def kda_segment_bwd(
 
     dS = lax.fori_loop(0, end - begin, step, jnp.zeros((v_tile, sizes.bk), jnp.float32))
     bt.store_tile(added_ref, (first, v_tile, None), all_k, dS)
-    # D^T is copied along, a share of its rows by each program, so that the combination reads one array like the forward's.
+    # D^T is copied along, a share of its rows by each program, so that the combination reads one array like the
+    # forward's.
     share = sizes.bk * v_tile // sizes.bv
     rows = (sizes.bv + pl.program_id(0) * share, share, None)
     bt.store_tile(added_ref, rows, all_k, bt.load_tile(map_ref, rows, all_k))
@@ -122,7 +134,8 @@ def kda_grads(
 ):  # fmt: skip
     """All gradients of one chunk of one value head, for one tile of key channels. Grid (K tiles, NT, B * HV).
 
-    What belongs to the value side is formed by every program and written by the first one; beta's gradient is written in shares.
+    What belongs to the value side is formed by every program and written by the first one; beta's gradient is written
+    in shares.
     """
     op = operand_dtype(q_ref.dtype, precision)
     dot = Dot(precision, interpret)
@@ -145,13 +158,15 @@ def kda_grads(
     dP = {(a, b): jnp.zeros((BLOCK, BLOCK), jnp.float32) for a in range(nb) for b in range(a + 1)}
     dA = dict(dP)
     dbeta = [jnp.zeros((BLOCK, 1), jnp.float32) for _ in range(nb)]
-    dR: dict = {}
+    dR: dict[tuple[int, int], jax.Array] = {}
     for first in slabs:
         vs = (first, slab, None)
         dU = [bt.load_tile(du_ref, local(a), vs) for a in range(nb)]
         U = [bt.load_tile(u_ref, local(b), vs) for b in range(nb)]
         for b in range(nb):
-            part = sum(dot(bt.load_tile(m_ref, local(a), local(b)).astype(op), dU[a], (0, 0)) for a in range(b, nb))
+            part = jnp.zeros((BLOCK, slab), f32)
+            for a in range(b, nb):
+                part += dot(bt.load_tile(m_ref, local(a), local(b)).astype(op), dU[a], (0, 0))
             vc = sizes.v_cols(first, slab)
             v = bt.load_tile(v_ref, rows(b), vc).astype(jnp.float32)
             write = bt.load_tile(write_ref, rows(b), vc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
@@ -186,7 +201,10 @@ def kda_grads(
     # U dS1^T carried to the chunk's end: the pairs that leave the chunk.
     from_end = []
     for r in range(nb):
-        products = (dot(bt.load_tile(u_ref, local(r), (f, slab, None)), bt.load_tile(ds_ref, (f, slab, None), padded_k)) for f in slabs)
+        products = (
+            dot(bt.load_tile(u_ref, local(r), (f, slab, None)), bt.load_tile(ds_ref, (f, slab, None), padded_k))
+            for f in slabs
+        )
         from_end.append(sum(products))
     leaving = jnp.zeros((BLOCK, k_tile), f32)
     later = jnp.ones((BLOCK, k_tile), f32)
@@ -269,7 +287,8 @@ def kda_grads(
 def run_states_bwd(
     prepared: Prepared, maps, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret
 ):
-    """Runs `kda_state_bwd`, split like the forward; returns dS [B * HV, NT, bv, bk], dU [B * HV, NT, C, bv], dinitial_state or None."""
+    """Runs `kda_state_bwd`, split like the forward; returns dS [B * HV, NT, bv, bk], dU [B * HV, NT, C, bv],
+    dinitial_state or None."""
     sizes = Sizes.of(q, v, erase, config)
     op = operand_dtype(q.dtype, precision)
     v_tile = min(config.v_tile, sizes.bv)
@@ -277,15 +296,17 @@ def run_states_bwd(
     inputs = [(do, sizes.head(do)), *((x, sizes.chunks(*x.shape[2:])[1]) for x in tiles)]
     segments = 1 if maps is None else maps.shape[1]
     grid = (sizes.bv // v_tile, segments, sizes.B * sizes.HV)
-    common = dict(sizes=sizes, v_tile=v_tile, segments=segments, precision=precision)
-    launch = dict(num_warps=config.state_bwd_warps, num_stages=config.state_bwd_stages, interpret=interpret)
+    common = {"sizes": sizes, "v_tile": v_tile, "segments": segments, "precision": precision}
+    launch = {"num_warps": config.state_bwd_warps, "num_stages": config.state_bwd_stages, "interpret": interpret}
     if maps is not None:
         spec = pl.BlockSpec((None, None, *maps.shape[2:]), lambda _, n, bh: (bh, n, 0, 0))
         shape = jax.ShapeDtypeStruct(maps.shape, maps.dtype)
         [added] = bt.launch(
             kda_segment_bwd, "kda_segment_bwd", grid, [*inputs, (maps, spec)], [(shape, spec)], **launch, **common
         )
-        ends = segment_starts(added, dfinal_state, q, v, erase, config=config, interpret=interpret, body=kda_combine_bwd)
+        ends = segment_starts(
+            added, dfinal_state, q, v, erase, config=config, interpret=interpret, body=kda_combine_bwd
+        )
         inputs.append((ends, pl.BlockSpec((None, None, sizes.bv, sizes.bk), lambda *i: (i[-1], i[-2], 0, 0))))
     elif dfinal_state is not None:
         inputs.append((dfinal_state, sizes.state()))
@@ -310,7 +331,22 @@ def run_states_bwd(
 
 
 def gradients(
-    prepared: Prepared, states: States, dS, dU, q, k, v, g, erase, write, do, *, scale, precision, config: KdaConfig, interpret
+    prepared: Prepared,
+    states: States,
+    dS,
+    dU,
+    q,
+    k,
+    v,
+    g,
+    erase,
+    write,
+    do,
+    *,
+    scale,
+    precision,
+    config: KdaConfig,
+    interpret,
 ):
     """Runs `kda_grads`; returns dq, dk, dv, dg, derase and dwrite (None for KDA)."""
     sizes = Sizes.of(q, v, erase, config)
@@ -320,7 +356,8 @@ def gradients(
     inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, erase if write is None else write, do)]
     inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
     shape = jax.ShapeDtypeStruct
-    # Shares that are summed below, in float32 and in a fixed order: dq and dk over the value heads of a group, dbeta over key tiles.
+    # Shares that are summed below, in float32 and in a fixed order: dq and dk over the value heads of a group, dbeta
+    # over key tiles.
     per_head = (sizes.B, sizes.T, sizes.HV, sizes.K)
     shapes = [shape(per_head, jnp.float32 if grouped else x.dtype) for x in (q, k)]
     shapes += [shape(x.shape, x.dtype) for x in (v, g)]

@@ -4,9 +4,11 @@ A chunk is cut into blocks of 16 rows (tokens). With g the log-decays of a block
 
     prefix_i = sum_{t <= i} g_t      suffix_j = sum_{t > j} g_t      total = sum_t g_t
 
-exp(G_i - G_j) for i and j in different blocks is exp(prefix_i) exp(totals of the blocks between) exp(suffix_j): sums of numbers <= 0
+exp(G_i - G_j) for i and j in different blocks is exp(prefix_i) exp(totals of the blocks between) exp(suffix_j): sums
+of numbers <= 0
 without a difference anywhere, hence no cancellation and no exponential above 1. Within a block, exp(G_i - G_j) is
-exp(prefix_i) exp(-prefix_j) on the fast path (tensor cores), for rows whose prefix stays above -FAST_LIMIT, and comes from a running
+exp(prefix_i) exp(-prefix_j) on the fast path (tensor cores), for rows whose prefix stays above -FAST_LIMIT, and comes
+from a running
 sum of g over (j, i] on the exact path, for the other rows. Which path a row takes depends on rows up to it alone.
 """
 
@@ -25,9 +27,10 @@ from pallas_kernels.kda.config import BLOCK
 # exp(-127) is 0 in float32 (flushed): clamping there changes nothing and keeps -inf out of products.
 MIN_LOG_DECAY = -127.0
 
-# How far below the block's start a row may have decayed and still be factored through it. The factor exp(-prefix) reaches
-# exp(limit): 60 leaves room for large keys in the exponent range of bfloat16 and TF32. Rounding prefix itself costs a relative
-# limit * 2^-24, which float32-accurate results cannot afford at 60.
+# How far below the block's start a row may have decayed and still be factored through it. The factor exp(-prefix)
+# reaches
+# exp(limit): 60 leaves room for large keys in the exponent range of bfloat16 and TF32. Rounding prefix itself costs a
+# relative limit * 2^-24, which float32-accurate results cannot afford at 60.
 FAST_LIMIT = {"fp32": 16.0, "tf32": 60.0, "16bit": 60.0}
 
 
@@ -96,7 +99,8 @@ def take_row(x: jax.Array, onehot: jax.Array) -> jax.Array:
 def exact_products(left: tuple[jax.Array, ...], k: jax.Array, g: jax.Array, interpret: bool) -> tuple[jax.Array, ...]:
     """sum_c x_ic k_jc exp(G_ic - G_jc) for j <= i, [16, 16], for every x in `left`, by running sums in float32.
 
-    Walks over j from the last row to the first and keeps the sum of g over (j, i] for every row i; nothing is subtracted.
+    Walks over j from the last row to the first and keeps the sum of g over (j, i] for every row i; nothing is
+    subtracted.
     """
     row, col = iotas()
 
@@ -105,7 +109,9 @@ def exact_products(left: tuple[jax.Array, ...], k: jax.Array, g: jax.Array, inte
         j = BLOCK - 1 - s
         onehot = row == j
         weighted = jnp.where(row >= j, bt.exp(span, interpret), 0.0) * take_row(k, onehot)
-        products = [jnp.where(col == j, jnp.sum(x * weighted, axis=1)[:, None], p) for x, p in zip(left, products)]
+        products = [
+            jnp.where(col == j, jnp.sum(x * weighted, axis=1)[:, None], p) for x, p in zip(left, products, strict=False)
+        ]
         span = jnp.where(row >= j, span + take_row(g, onehot), span)
         return (span, *products)
 
@@ -117,9 +123,10 @@ def exact_products(left: tuple[jax.Array, ...], k: jax.Array, g: jax.Array, inte
 def invert(m_ref, chunk: int, interpret: bool) -> None:
     """Replaces the strictly lower A [C, C] in m_ref by M = (I + A)^-1; what lies above the diagonal must be zero.
 
-    Blocks of 16 rows by forward substitution, all blocks of the chunk side by side: row i of M is e_i - sum_j A_ij M_j. Then pairs of
-    blocks are merged by M_21 = -M_22 A_21 M_11. The matrix goes through memory because a scalar A_ij can be read from there by every
-    thread that needs it, where exchanging it between threads would cost a barrier each.
+    Blocks of 16 rows by forward substitution, all blocks of the chunk side by side: row i of M is e_i - sum_j A_ij
+    M_j. Then pairs of
+    blocks are merged by M_21 = -M_22 A_21 M_11. The matrix goes through memory because a scalar A_ij can be read from
+    there by every thread that needs it, where exchanging it between threads would cost a barrier each.
     """
     dot32 = Dot("fp32", interpret)
     first = jnp.arange(chunk // BLOCK) * BLOCK

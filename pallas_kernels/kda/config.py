@@ -26,7 +26,8 @@ class KdaConfig:
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
       grads_warps: warps of the kernel that forms the gradients.
       k_tile: key channels that one program of that kernel holds.
-      segments: into how many parts a sequence may be split, so that few heads fill the card; each part then acts on the state as an
+      segments: into how many parts a sequence may be split, so that few heads fill the card; each part then acts on
+      the state as an
         affine map, found in parallel. 1: never.
       always_exact: run the exact path of the diagonal blocks even where no row needs it. It changes no bit: for tests.
     """

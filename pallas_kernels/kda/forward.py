@@ -10,9 +10,10 @@ With e = erase * k, y = write * v, G the cumulative log-decay inside a chunk of 
     o      = Qhat S0 + P U
     S1     = diag(exp(G_C)) S0 + Ktil^T U
 
-`kda_prepare` forms everything that does not depend on the state, all chunks in parallel. `kda_state` walks over the chunks and keeps
-S^T in registers: with the value dimension as rows, S^T and U^T are always the left operand of a product, which the tensor cores read
-from registers, so the serial chain never passes through shared memory.
+`kda_prepare` forms everything that does not depend on the state, all chunks in parallel. `kda_state` walks over the
+chunks and keeps
+S^T in registers: with the value dimension as rows, S^T and U^T are always the left operand of a product, which the
+tensor cores read from registers, so the serial chain never passes through shared memory.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class States(NamedTuple):
 
 
 def diagonal_dot(precision: str, op, interpret: bool) -> tuple[Dot, jnp.dtype]:
-    """The product, and its operands' dtype, for factors behind an anchor: they outgrow float16, where one TF32 pass has the same
-    mantissa and float32's range."""
+    """The product, and its operands' dtype, for factors behind an anchor: they outgrow float16, where one TF32 pass
+    has the same mantissa and float32's range."""
     if op == jnp.float16:
         return Dot("tf32", interpret), jnp.dtype(jnp.float32)
     return Dot(precision, interpret), op
@@ -156,16 +157,18 @@ def kda_prepare(
 
 def kda_state(
     w_ref, qhat_ref, ktil_ref, y_ref, p_ref, decay_ref, *refs,
-    sizes: Sizes, v_tile: int, segments: int, precision: str, has_initial: bool, save: bool, interpret: bool,
+    sizes: Sizes, v_tile: int, segments: int, precision: str, has_initial: bool, with_output: bool, save: bool,
+    interpret: bool,
 ):  # fmt: skip
-    """Walks over the chunks of one segment of a value head, a tile of S^T, [v_tile, bk], in registers. Grid (V tiles, segments, B * HV).
+    """Walks over the chunks of one segment of a value head, a tile of S^T, [v_tile, bk], in registers. Grid (V tiles,
+    segments, B * HV).
 
-    refs: the states that segments start from (segments > 1) or initial_state (if has_initial); then o, final_state, and S, U if save.
+    refs: the states that segments start from (segments > 1) or initial_state (if has_initial); then o, final_state if
+    with_output, and S, U if save.
     """
     refs = list(refs)
     start_ref = refs.pop(0) if segments > 1 or has_initial else None
-    o_ref, final_ref = refs[:2]
-    op = operand_dtype(o_ref.dtype, precision)
+    op = ktil_ref.dtype
     dot = Dot(precision, interpret)
     first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
@@ -175,10 +178,11 @@ def kda_state(
         So = S.astype(op)
         U = y_ref[n, tile, full_c].astype(jnp.float32) - dot(So, w_ref[n, full_c, full_k], (1, 1))
         Uo = U.astype(op)
-        o = dot(So, qhat_ref[n, full_c, full_k], (1, 1)) + dot(Uo, p_ref[n, full_c, full_c], (1, 1))
-        bt.store_tile(o_ref, sizes.rows(n * sizes.C, sizes.C), vc, o.T)
+        if with_output:
+            o = dot(So, qhat_ref[n, full_c, full_k], (1, 1)) + dot(Uo, p_ref[n, full_c, full_c], (1, 1))
+            bt.store_tile(refs[0], sizes.rows(n * sizes.C, sizes.C), vc, o.T)
         if save:
-            states_ref, u_ref = refs[2:]
+            states_ref, u_ref = refs[-2:]
             states_ref[n, tile, full_k] = So
             u_ref[n, full_c, tile] = Uo.T
         return S * decay_ref[n, 0, full_k][None, :] + dot(Uo, ktil_ref[n, full_c, full_k])
@@ -189,9 +193,11 @@ def kda_state(
         S = load_state(start_ref, k_rows, vc, (v_tile, sizes.bk))
     S = lax.fori_loop(*segment_chunks(sizes.nt, segment, segments), step, S)
 
-    @pl.when(segment == segments - 1)
-    def _():
-        bt.store_tile(final_ref, k_rows, vc, S.T)
+    if with_output:
+
+        @pl.when(segment == segments - 1)
+        def _():
+            bt.store_tile(refs[1], k_rows, vc, S.T)
 
 
 def load_state(ref, k_rows: tuple, v_cols: tuple, shape: tuple[int, int]) -> jax.Array:
@@ -213,9 +219,11 @@ def kda_segment(
     w_ref, ktil_ref, y_ref, decay_ref, map_ref,
     *, sizes: Sizes, tile: int, segments: int, precision: str, interpret: bool,
 ):  # fmt: skip
-    """What a segment does to a state, S -> D S + E, as rows of [bv + bk, bk]: E^T over D^T. Grid (tiles, segments, B * HV).
+    """What a segment does to a state, S -> D S + E, as rows of [bv + bk, bk]: E^T over D^T. Grid (tiles, segments, B
+    * HV).
 
-    E is the state after the segment from a zero state, column m of D the state after it from the m-th unit column without values.
+    E is the state after the segment from a zero state, column m of D the state after it from the m-th unit column
+    without values.
     """
     op = ktil_ref.dtype
     dot = Dot(precision, interpret)
@@ -235,7 +243,8 @@ def kda_segment(
 
 
 def kda_combine(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, interpret: bool):
-    """States that the segments of one value head start from, transposed, [segments * bv, bk]. Grid (V tiles, B * HV)."""
+    """States that the segments of one value head start from, transposed, [segments * bv, bk]. Grid (V tiles, B *
+    HV)."""
     refs = list(refs)
     initial_ref = refs.pop(0) if has_initial else None
     dot32 = Dot("fp32", interpret)
@@ -262,7 +271,7 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
         dtypes += [jnp.float32] * 2
         dtypes[4] = jnp.float32
     outputs = []
-    for tile, dtype in zip(tiles, dtypes):
+    for tile, dtype in zip(tiles, dtypes, strict=False):
         shape, spec = sizes.chunk(*tile)
         outputs.append((jax.ShapeDtypeStruct(shape, dtype), spec))
     out = bt.launch(
@@ -283,7 +292,8 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
 
 
 def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfig, interpret):
-    """Runs `kda_segment`; returns E^T over D^T of every segment, [B * HV, segments, bv + bk, bk], or None without segments."""
+    """Runs `kda_segment`; returns E^T over D^T of every segment, [B * HV, segments, bv + bk, bk], or None without
+    segments."""
     sizes = Sizes.of(q, v, erase, config)
     segments = config.segments_of(sizes.nt)
     if segments == 1:
@@ -310,7 +320,8 @@ def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfi
 
 
 def segment_starts(maps, initial_state, q, v, erase, *, config: KdaConfig, interpret, body=kda_combine):
-    """Runs `kda_combine` (or its mirror image, given as body): [B * HV, segments, bv, bk] in float32, and what else it returns."""
+    """Runs `kda_combine` (or its mirror image, given as body): [B * HV, segments, bv, bk] in float32, and what else
+    it returns."""
     sizes = Sizes.of(q, v, erase, config)
     segments, v_tile = maps.shape[1], min(config.v_tile, sizes.bv)
 
@@ -337,8 +348,24 @@ def segment_starts(maps, initial_state, q, v, erase, *, config: KdaConfig, inter
     return starts.reshape(maps.shape[0], segments, sizes.bv, sizes.bk)
 
 
-def run_states(prepared: Prepared, maps, initial_state, q, v, erase, *, precision, config: KdaConfig, interpret, save):
-    """Runs `kda_state`, after `kda_combine` when `maps` says that the sequence is split; returns o, final_state and States or None."""
+def run_states(
+    prepared: Prepared,
+    maps,
+    initial_state,
+    q,
+    v,
+    erase,
+    *,
+    precision,
+    config: KdaConfig,
+    interpret,
+    save,
+    with_output=True,
+):
+    """Runs `kda_state`, after `kda_combine` when `maps` says that the sequence is split.
+
+    Returns o and final_state (None without `with_output`), and States (None without `save`).
+    """
     sizes = Sizes.of(q, v, erase, config)
     op = operand_dtype(q.dtype, precision)
     v_tile = min(config.v_tile, sizes.bv)
@@ -355,17 +382,17 @@ def run_states(prepared: Prepared, maps, initial_state, q, v, erase, *, precisio
         inputs.append((initial_state, sizes.state()))
     o = jax.ShapeDtypeStruct(v.shape, q.dtype)
     final = jax.ShapeDtypeStruct((sizes.B, sizes.HV, sizes.K, sizes.V), jnp.float32)
-    outputs = [(o, sizes.head(o)), (final, sizes.state())]
+    results = [(o, sizes.head(o)), (final, sizes.state())] if with_output else []
     if save:
         for tile in ((bv, bk), (C, bv)):
             shape, spec = sizes.chunks(*tile)
-            outputs.append((jax.ShapeDtypeStruct(shape, op), spec))
-    o, final, *states = bt.launch(
+            results.append((jax.ShapeDtypeStruct(shape, op), spec))
+    found = bt.launch(
         kda_state,
         "kda_state",
         (bv // v_tile, segments, sizes.B * sizes.HV),
         inputs,
-        outputs,
+        results,
         num_warps=config.state_warps,
         num_stages=config.state_stages,
         interpret=interpret,
@@ -374,6 +401,8 @@ def run_states(prepared: Prepared, maps, initial_state, q, v, erase, *, precisio
         segments=segments,
         precision=precision,
         has_initial=initial_state is not None,
+        with_output=with_output,
         save=save,
     )
-    return o, final, States(*states) if save else None
+    states = States(*found[-2:]) if save else None
+    return (*found[:2], states) if with_output else (None, None, states)
