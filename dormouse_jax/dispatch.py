@@ -40,6 +40,7 @@ class Device(NamedTuple):
 
     platform: str  # "cpu", "gpu", "tpu"
     kind: str  # as JAX names it: "NVIDIA H200"
+    compute_capability: str | None = None  # of an NVIDIA GPU, where it is known: "9.0"
 
     @property
     def is_nvidia(self) -> bool:
@@ -58,11 +59,15 @@ def device_of(*arrays: jax.Array) -> Device:
     for x in arrays:
         if not isinstance(x, jax.core.Tracer) and x.committed:
             device = next(iter(x.devices()))
-            return Device(device.platform, device.device_kind)
+            return _describe(device)
     default = jax.config.jax_default_device
     if default is None or isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
-    return Device(default.platform, default.device_kind)
+    return _describe(default)
+
+
+def _describe(device: jax.Device) -> Device:
+    return Device(device.platform, device.device_kind, getattr(device, "compute_capability", None))
 
 
 def warn_once(message: str) -> None:

@@ -23,6 +23,7 @@ from dormouse_jax.reference import chunked, recurrent
 IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla", "recurrent")
 CHUNK_SIZES = (16, 32, 64, 128)
 MAX_DIM = 256
+OLDEST_CAPABILITY = 8.0  # of Pallas's Triton backend
 
 
 def kda(
@@ -94,7 +95,8 @@ def kda(
       TypeError: a dtype, or the type of an argument, is not one of the above.
       NotImplementedError: the named implementation cannot serve the call.
 
-    The operator is deterministic, and o_t depends on no later token, bit for bit. From Kimi Team, "Kimi Linear: An
+    The operator is deterministic, and o_t depends on no later token, bit for bit. Under `jax.shard_map`, over batch and
+    heads, it needs check_vma=False. From Kimi Team, "Kimi Linear: An
     Expressive, Efficient Attention Architecture", 2025 (arXiv:2510.26692). Arguments follow `chunk_kda` of
     flash-linear-attention.
     """
@@ -357,6 +359,11 @@ def _triton_config(device: Device, interpret: bool, sizes: dict[str, Any]) -> An
         raise NotImplementedError(
             f"Pallas kernels need an NVIDIA GPU, and this call runs on a device of platform {device.platform!r} "
             f"({device.kind}); to run them there all the same, slowly, use dormouse_jax.interpret_kernels()"
+        )
+    capability = device.compute_capability
+    if not interpret and capability is not None and float(capability) < OLDEST_CAPABILITY:
+        raise NotImplementedError(
+            f"Pallas kernels need compute capability {OLDEST_CAPABILITY}, and {device.kind} has {capability}"
         )
     try:
         return _triton_kernels().choose_config(device.kind, **sizes)
