@@ -391,9 +391,11 @@ class DispatchTest(parameterized.TestCase):
 
     def test_an_old_nvidia_gpu_says_so(self):
         gpu = dispatch.Device("gpu", "Tesla T4", "7.5")
-        with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
-            with self.assertRaisesRegex(NotImplementedError, "need compute capability 8.0, and Tesla T4 has 7.5"):
-                call("kda", implementation="pallas")
+        with (
+            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
+            self.assertRaisesRegex(NotImplementedError, "need compute capability 8.0, and Tesla T4 has 7.5"),
+        ):
+            call("kda", implementation="pallas")
 
     def test_an_nvidia_gpu_takes_the_kernels(self):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
