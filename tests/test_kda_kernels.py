@@ -16,6 +16,7 @@ from tests.helpers import OPERATORS, Shape
 from torch_ref import kda as port
 
 SHAPE = Shape(B=2, T=41, H=1, HV=2, K=20, V=24)
+PRECISIONS = ("16bit", "fp32", "tf32")
 INTERMEDIATES = ("G", "A", "P", "M", "W", "U", "states")
 
 
@@ -117,8 +118,14 @@ class ConfigurationTest(parameterized.TestCase):
             value_and_grads(p, "fp32", dataclasses.replace(config, always_exact=exact), save=True)
             for exact in (False, True)
         ]
-        helpers.assert_same_bits(*results)
         helpers.assert_all_close(results[0], helpers.oracle(p))
+        if helpers.on_gpu():
+            # Two programs, which the compiler may contract into multiply-adds differently. Within one program, that a
+            # later row's path changes no bit is what the causality tests show.
+            for name, value in results[0].items():
+                helpers.assert_close(results[1][name], np.asarray(value, np.float64), rms=1e-6, name=name)
+        else:
+            helpers.assert_same_bits(*results)
 
     @parameterized.parameters(OPERATORS if helpers.on_gpu() else OPERATORS[:1])
     def test_a_split_sequence_against_the_oracle(self, operator):
@@ -127,7 +134,15 @@ class ConfigurationTest(parameterized.TestCase):
         self.assertEqual(config.segments_of(17), 2)
         helpers.assert_all_close(value_and_grads(p, "fp32", config, save=False), helpers.oracle(p))
 
-    @parameterized.parameters(*itertools.product(OPERATORS, ("16bit", "fp32", "tf32"), (16, 64, 100, 128, 256)))
+    def test_what_no_gpu_has_run_is_refused(self):
+        with self.assertRaisesRegex(
+            NotImplementedError, "K=192, V=64, precision='16bit'.* held to the oracle on a GPU"
+        ):
+            config_for("16bit", Shape(T=64, K=192, V=64))
+
+    @parameterized.parameters(
+        *(x for x in itertools.product(OPERATORS, PRECISIONS, (16, 64, 100, 128, 256)) if x[1:] != ("16bit", 256))
+    )
     def test_every_configuration_of_the_table_against_the_oracle(self, operator, precision, dim):
         # A configuration can be miscompiled: none may be chosen that has not been held to the oracle on the device.
         if not helpers.on_gpu():

@@ -86,6 +86,8 @@ def choose_config(
 
     Raises:
       ValueError: for sizes or a precision outside of what the kernels serve.
+      NotImplementedError: where the table has no row. A configuration can be miscompiled, so that a row enters it only
+        after its results were held to the oracle on a GPU.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
@@ -102,7 +104,10 @@ def choose_config(
             config = KdaConfig(**row["config"])
             break
     else:
-        raise NotImplementedError(f"no configuration for K={K}, V={V}, precision={precision!r} on {device_kind!r}")
+        raise NotImplementedError(
+            f"no configuration for K={K}, V={V}, precision={precision!r} on {device_kind!r} has been"
+            " held to the oracle on a GPU"
+        )
     v_tile = min(config.v_tile, max(BLOCK, ceil_pow2(V)))
     config = dataclasses.replace(config, v_tile=v_tile)
     return config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
