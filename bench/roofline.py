@@ -25,6 +25,8 @@ def _probe_jax() -> dict[str, Any]:
 
     def best(f: Any, *args: Any) -> float:
         _, ms = profiler.measure(jax.jit(f), iterations=10)(*args)
+        if ms is None:
+            raise RuntimeError("CUPTI reported no kernels")
         return float(np.median(ms)) / 1e3
 
     words = 1 << 28  # 1 GiB of float32 read, 1 GiB written

@@ -456,7 +456,10 @@ class TorchRuntime(Runtime):
             self.sync()
         cuda = torch.autograd.DeviceType.CUDA
         records = []
-        for event in profile.profiler.kineto_results.events():
+        results = profile.profiler.kineto_results if profile.profiler is not None else None
+        if results is None:
+            raise RuntimeError("torch's profiler kept no records")
+        for event in results.events():
             name = event.name()
             if event.device_type() != cuda or name.startswith(_NOT_KERNELS):
                 continue

@@ -7,9 +7,10 @@ import contextvars
 import os
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)
 _warned: set[str] = set()
@@ -57,7 +58,7 @@ def device_of(*arrays: jax.Array) -> Device:
     if not mesh.empty and mesh.abstract_device is not None and mesh.abstract_device.platform is not None:
         return Device(mesh.abstract_device.platform, mesh.abstract_device.device_kind)
     for x in arrays:
-        if not isinstance(x, jax.core.Tracer) and x.committed:
+        if not isinstance(x, Tracer) and x.committed:
             device = next(iter(x.devices()))
             return _describe(device)
     default = jax.config.jax_default_device
@@ -66,7 +67,7 @@ def device_of(*arrays: jax.Array) -> Device:
     return _describe(default)
 
 
-def _describe(device: jax.Device) -> Device:
+def _describe(device: Any) -> Device:
     return Device(device.platform, device.device_kind, getattr(device, "compute_capability", None))
 
 

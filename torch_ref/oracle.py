@@ -272,6 +272,7 @@ class _Group:
     def _reverse(self, part: slice, x: SimpleNamespace, u: Tensor, states: Tensor, dS: Tensor) -> None:
         """Takes dS, in place, from the end of a segment to its start and fills in the segment's gradients."""
         dq, dk, de, dg = (torch.empty_like(x.k) for _ in range(4))
+        assert self.case.do is not None  # The reverse runs only where there is a gradient to take back.
         do, du = self._time_first(self.case.do, part), torch.empty_like(u)
         S, ST = states.unbind(), states.transpose(2, 3).unbind()
         dST, product = dS.transpose(1, 2), torch.empty_like(dS)

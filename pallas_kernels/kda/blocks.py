@@ -51,7 +51,8 @@ class MaskedSum:
         self.pieces = bt.pieces(x)[: 3 if precision == "fp32" else 2]
 
     def __call__(self, mask: jax.Array) -> jax.Array:
-        return sum(self.dot(mask.astype(jnp.bfloat16), x) for x in reversed(self.pieces))
+        products = [self.dot(mask.astype(jnp.bfloat16), x) for x in reversed(self.pieces)]
+        return sum(products[1:], start=products[0])
 
 
 @dataclasses.dataclass

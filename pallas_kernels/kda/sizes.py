@@ -73,7 +73,7 @@ class Sizes:
     def k_cols(self) -> tuple:
         return (0, self.bk, self.k_limit)
 
-    def v_cols(self, start=0, size: int | None = None) -> tuple:
+    def v_cols(self, start: int | jax.Array = 0, size: int | None = None) -> tuple:
         return (start, self.bv if size is None else size, self.v_limit)
 
     # Block specifications. A grid ends in (.., chunk or value tile, B * HV), and its first axis varies fastest.
