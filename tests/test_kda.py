@@ -33,6 +33,13 @@ SHAPES = {
 }
 # Where not every case is taken, these are for gdn2 and the others for kda.
 OF_GDN2 = ("one_block", "one_token_short_of_a_chunk", "five_blocks")
+# What is interpreted of them: each takes half a minute to compile.
+INTERPRETED = (
+    "one_token",
+    "one_block_and_one_token",
+    "one_token_short_of_a_chunk",
+    "two_chunks_and_one_token",
+)
 GPU_SHAPES = {
     "of_500": Shape(T=500, K=128, V=128, B=2, H=2, HV=4),
     "of_1500": Shape(T=1500, K=64, V=64, B=1, H=4, HV=4),
@@ -71,7 +78,9 @@ class AccuracyTest(parameterized.TestCase):
     @each(
         shape=tuple(SHAPES | GPU_SHAPES),
         few=lambda c: (
-            (c.shape in SHAPES or helpers.on_gpu()) and c.operator == ("gdn2" if c.shape in OF_GDN2 else "kda")
+            (c.shape in SHAPES or helpers.on_gpu())
+            and c.operator == ("gdn2" if c.shape in OF_GDN2 else "kda")
+            and (c.implementation != "pallas_triton" or c.shape in INTERPRETED)
         ),
     )
     def test_sizes(self, operator, implementation, shape):
@@ -87,15 +96,17 @@ class AccuracyTest(parameterized.TestCase):
     @each(
         dtype=("bfloat16", "float16", "tf32"),
         few=lambda c: (
-            (c.operator, c.dtype) in (("kda", "bfloat16"), ("gdn2", "float16"))
-            or (c.implementation, c.operator, c.dtype) == ("xla", "kda", "tf32")
+            (c.operator, c.dtype) == ("kda", "bfloat16")
+            or (c.operator, c.dtype) in (("gdn2", "float16"), ("kda", "tf32"))
+            and c.implementation == "xla"
         ),
     )
     def test_precisions(self, operator, implementation, dtype):
         precision = "tf32" if dtype == "tf32" else "16bit"
         dtype = jnp.float32 if dtype == "tf32" else jnp.dtype(dtype)
         shape = Shape(T=300, K=64, V=64, B=2, H=2, HV=4) if helpers.on_gpu() else STANDARD
-        p = helpers.problem(operator, shape, dtype=dtype, decay=0.05)
+        gates = dtype if operator == "kda" and precision == "16bit" else jnp.float32
+        p = helpers.problem(operator, shape, dtype=dtype, gate_dtype=gates, decay=0.05)
         got = helpers.value_and_grads(p, implementation, precision=precision, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p), precision=precision)
         expected = {"o": dtype, "final_state": jnp.float32, "dinitial_state": jnp.float32}
@@ -104,7 +115,7 @@ class AccuracyTest(parameterized.TestCase):
 
     @each(
         dtype=("bfloat16", "float16"),
-        few=lambda c: (c.operator, c.dtype) == ("gdn2", "bfloat16"),
+        few=lambda c: (c.operator, c.dtype) == ("gdn2", "bfloat16") and c.implementation != "pallas_triton",
     )
     def test_16_bit_gates_are_handled_in_float32(self, operator, implementation, dtype):
         p = helpers.problem(operator, gate_dtype=jnp.dtype(dtype))
@@ -120,9 +131,10 @@ class AccuracyTest(parameterized.TestCase):
         for implementation, sizes in (("xla", (16, 32, 64, 128)), ("pallas_triton", (16, 32, 64)))
         for operator, chunk_size, residuals in itertools.product(OPERATORS, sizes, ("recompute", "save"))
         if takes_all(implementation)
-        or (operator, chunk_size, residuals) in (("kda", 16, "save"), ("gdn2", 32, "recompute"))
-        or (implementation, operator, chunk_size, residuals)
-        in (("xla", "kda", 64, "save"), ("xla", "kda", 64, "recompute"), ("xla", "gdn2", 128, "save"))
+        or (operator, chunk_size, residuals) == ("gdn2", 32, "recompute")
+        or implementation == "xla"
+        and (operator, chunk_size, residuals)
+        in (("kda", 16, "save"), ("kda", 64, "save"), ("kda", 64, "recompute"), ("gdn2", 128, "save"))
     )
     def test_every_chunk_size_and_residual_policy(self, operator, implementation, chunk_size, residuals):
         shape = Shape(T=200, K=64, V=48, B=2, H=2, HV=4) if helpers.on_gpu() else STANDARD
@@ -355,18 +367,21 @@ class TransformTest(parameterized.TestCase):
         inputs = jax.tree.map(jnp.asarray, p.inputs)
         with helpers.kernels_run(implementation):
             if transform in ("scan", "all_at_once"):
-                layer = jax.checkpoint(jax.jit(fn)) if transform == "all_at_once" else fn
                 layers = jax.tree.map(lambda x: jnp.stack([x, x]), inputs)
+                layer = fn
+                if transform == "all_at_once":
+                    layer = jax.checkpoint(jax.jit(lambda x: jnp.sum(jax.vmap(fn)(x))))
+                    layers = jax.tree.map(lambda x: x[:, None], layers)
                 total = jax.grad(lambda layers: jax.lax.scan(lambda c, x: (c + layer(x), None), 0.0, layers)[0])
                 grads = (jax.jit(total) if transform == "all_at_once" else total)(layers)
-                grads = jax.tree.map(lambda x: x[1], grads)
+                grads = jax.tree.map(lambda d, x: d[1].reshape(x.shape), grads, inputs)
             else:
                 grads = jax.jit(jax.grad(fn))(inputs) if transform == "jit" else jax.grad(jax.checkpoint(fn))(inputs)
         want = helpers.oracle(p, final_state=False)
         for name, grad in grads.items():
             helpers.assert_close(grad, want[f"d{name}"], rms=1e-5, name=f"d{name}")
 
-    @each(few=lambda c: c.operator == "kda")
+    @each(few=lambda c: c.operator == "kda" and c.implementation != "pallas_triton")
     def test_vmap(self, operator, implementation):
         problems = [standard(operator), standard(operator, seed=4)]
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *(p.inputs for p in problems))
@@ -418,7 +433,7 @@ class RepeatabilityTest(parameterized.TestCase):
         helpers.call(dataclasses.replace(p, inputs=inputs), implementation, **SMALL_CHUNKS)
         helpers.assert_same_bits(inputs, before)
 
-    @each(few=lambda c: c.operator == "kda")
+    @each(few=lambda c: c.operator == "kda" and c.implementation != "pallas_triton")
     def test_calls_of_other_sizes_and_dtypes_between_change_nothing(self, operator, implementation):
         p = standard(operator)
         first, _ = helpers.call(p, implementation, **SMALL_CHUNKS)
@@ -427,7 +442,7 @@ class RepeatabilityTest(parameterized.TestCase):
         again, _ = helpers.call(p, implementation, **SMALL_CHUNKS)
         helpers.assert_same_bits({"o": again}, {"o": first})
 
-    @each()
+    @each(few=lambda c: c.operator == "kda")
     def test_what_lies_behind_an_input_is_not_read(self, operator, implementation):
         import torch
 
