@@ -26,9 +26,9 @@ from bench.spec import UsageError
 _CALLS = 5
 
 
-def _changes(texts: Sequence[str]) -> list[dict[str, Any]]:
+def _changes(texts: Sequence[str] | None) -> list[dict[str, Any]]:
     try:
-        found = [json.loads(text) for text in texts]
+        found = [json.loads(text) for text in texts or ()]
     except json.JSONDecodeError as error:
         raise UsageError(f"--try: {error}") from None
     if not all(isinstance(x, dict) for x in found):
