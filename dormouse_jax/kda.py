@@ -73,7 +73,8 @@ def kda(
       output_final_state: whether to return the state after the last token.
       safe_gate: accepted for the sake of callers of flash-linear-attention; every gate is safe here.
       state_v_first: whether the states given and returned are `[B, HV, V, K]`.
-      chunk_size: tokens that are computed at once: 16, 32, 64 or 128. By default the implementation's choice;
+      chunk_size: tokens that are computed at once: 16, 32, 64 or 128, of which the Pallas kernels take 16 and 32. By
+        default the implementation's choice;
         "recurrent" has no chunks.
       precision: of the matrix products. "fp32" (float32-accurate; the default for float32 inputs), "tf32" (one TF32
         pass, float32 inputs) or "16bit" (16-bit operands with float32 accumulation; the default for bfloat16 and

@@ -128,7 +128,7 @@ class AccuracyTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         (f"{operator}_{implementation}_{chunk_size}_{residuals}", operator, implementation, chunk_size, residuals)
-        for implementation, sizes in (("xla", (16, 32, 64, 128)), ("pallas_triton", (16, 32, 64)))
+        for implementation, sizes in (("xla", (16, 32, 64, 128)), ("pallas_triton", (16, 32)))
         for operator, chunk_size, residuals in itertools.product(OPERATORS, sizes, ("recompute", "save"))
         if takes_all(implementation)
         or (operator, chunk_size, residuals) == ("gdn2", 32, "recompute")

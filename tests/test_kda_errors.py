@@ -406,10 +406,10 @@ class DispatchTest(parameterized.TestCase):
     def test_a_reason_of_the_kernels_is_passed_on(self):
         with dormouse_jax.interpret_kernels():
             with self.assertRaisesRegex(
-                NotImplementedError, "'pallas' cannot serve this call: .*chunk_size must be 16, 32 or 64"
+                NotImplementedError, "'pallas' cannot serve this call: .*chunk_size must be 16 or 32"
             ):
                 call("kda", implementation="pallas", chunk_size=128)
-            with self.assertWarnsRegex(RuntimeWarning, "chunk_size must be 16, 32 or 64"):
+            with self.assertWarnsRegex(RuntimeWarning, "chunk_size must be 16 or 32"):
                 self.assertEqual(self.implementation(chunk_size=128).implementation, "xla")
 
     def test_the_mesh_in_use_names_the_device(self):
