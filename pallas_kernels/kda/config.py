@@ -77,6 +77,8 @@ def choose_config(
 ) -> KdaConfig:
     """The configuration for a call, read from configs.json without timing anything.
 
+    A configuration can be miscompiled: a row enters the table only after its results were held to the oracle on a GPU.
+
     Args:
       device_kind: `jax.Device.device_kind`, such as "NVIDIA H200"; any other string gets the general rows.
       K, V, T: key dim, value dim, tokens.
@@ -86,28 +88,20 @@ def choose_config(
 
     Raises:
       ValueError: for sizes or a precision outside of what the kernels serve.
-      NotImplementedError: where the table has no row. A configuration can be miscompiled, so that a row enters it only
-        after its results were held to the oracle on a GPU.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if not (1 <= K <= MAX_DIM and 1 <= V <= MAX_DIM):
         raise ValueError(f"K and V must lie between 1 and {MAX_DIM}, got {K} and {V}")
-    for row in _table():
-        match = row["match"]
-        if (
-            match.get("device", device_kind) == device_kind
-            and precision in match.get("precision", PRECISIONS)
-            and max(K, V) <= match.get("max_dim", MAX_DIM)
-            and batch_heads <= match.get("max_batch_heads", batch_heads)
-        ):
-            config = KdaConfig(**row["config"])
-            break
-    else:
-        raise NotImplementedError(
-            f"no configuration for K={K}, V={V}, precision={precision!r} on {device_kind!r} has been"
-            " held to the oracle on a GPU"
-        )
+    row = next(
+        row
+        for row in _table()
+        if row["match"].get("device", device_kind) == device_kind
+        and precision in row["match"].get("precision", PRECISIONS)
+        and max(K, V) <= row["match"].get("max_dim", MAX_DIM)
+        and batch_heads <= row["match"].get("max_batch_heads", batch_heads)
+    )
+    config = KdaConfig(**row["config"])
     v_tile = min(config.v_tile, max(BLOCK, ceil_pow2(V)))
     config = dataclasses.replace(config, v_tile=v_tile)
     return config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
