@@ -61,8 +61,7 @@ class GatesTest(parameterized.TestCase):
                     helpers.assert_close(dx, want_dx, rms=bar)
 
     @parameterized.named_parameters(
-        (f"{f'down_to_{bound}' if bound else 'unbounded'}_{'A_log' if rate else 'no_rate'}_{'dt_bias' if bias else 'no_bias'}",)
-        + (bound, rate, bias)
+        (f"bound_{bound}{'_with_A_log' * rate}{'_with_dt_bias' * bias}", bound, rate, bias)
         for bound in (None, -5.0, -0.1)
         for rate in (True, False)
         for bias in (True, False)
