@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
+OLDEST_CAPABILITY = 8.0  # of Pallas's Triton backend
+
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)
 _warned: set[str] = set()
 
@@ -69,6 +71,22 @@ def device_of(*arrays: jax.Array) -> Device:
 
 def _describe(device: Any) -> Device:
     return Device(device.platform, device.device_kind, getattr(device, "compute_capability", None))
+
+
+def require_triton(device: Device, interpret: bool) -> None:
+    """Raises a NotImplementedError that says why where Pallas's Triton kernels cannot run."""
+    if interpret:
+        return
+    if not device.is_nvidia:
+        raise NotImplementedError(
+            f"Pallas kernels need an NVIDIA GPU, and this call runs on a device of platform {device.platform!r} "
+            f"({device.kind}); to run them there all the same, slowly, use dormouse_jax.interpret_kernels()"
+        )
+    if device.compute_capability is not None and float(device.compute_capability) < OLDEST_CAPABILITY:
+        raise NotImplementedError(
+            f"Pallas kernels need compute capability {OLDEST_CAPABILITY}, "
+            f"and {device.kind} has {device.compute_capability}"
+        )
 
 
 def warn_once(message: str) -> None:

@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from dormouse_jax import validation as check
-from dormouse_jax.dispatch import Device, device_of, interpreting, warn_once
+from dormouse_jax.dispatch import Device, device_of, interpreting, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.reference import chunked, recurrent
 
 IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla", "recurrent")
 CHUNK_SIZES = (16, 32, 64, 128)
 MAX_DIM = 256
-OLDEST_CAPABILITY = 8.0  # of Pallas's Triton backend
 
 
 def kda(
@@ -356,16 +355,7 @@ def _plan(operator, options, q, k, v, g, erase, write, state) -> _Plan:
 
 def _triton_config(device: Device, interpret: bool, sizes: dict[str, Any]) -> Any:
     """The configuration of the Triton kernels, or a NotImplementedError that says why they cannot serve the call."""
-    if not (interpret or device.is_nvidia):
-        raise NotImplementedError(
-            f"Pallas kernels need an NVIDIA GPU, and this call runs on a device of platform {device.platform!r} "
-            f"({device.kind}); to run them there all the same, slowly, use dormouse_jax.interpret_kernels()"
-        )
-    capability = device.compute_capability
-    if not interpret and capability is not None and float(capability) < OLDEST_CAPABILITY:
-        raise NotImplementedError(
-            f"Pallas kernels need compute capability {OLDEST_CAPABILITY}, and {device.kind} has {capability}"
-        )
+    require_triton(device, interpret)
     try:
         return _triton_kernels().choose_config(device.kind, **sizes)
     except (ImportError, ValueError) as reason:

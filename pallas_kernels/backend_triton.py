@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -173,11 +173,14 @@ def launch(
     num_warps: int,
     num_stages: int,
     interpret: bool,
+    aliases: Mapping[int, int] | None = None,
     **static: Any,
 ) -> list[jax.Array]:
     """Launches `body(*input refs, *output refs, interpret=, **static)` over `grid` (first axis fastest).
 
     The kernel's name in profiles and in the jaxpr is `name`. Every element of every output must be written by the body.
+    aliases: index of an input -> index of the output that takes its memory; a program may read of that input only what
+    no other program writes.
     """
     kernel = functools.partial(body, interpret=interpret, **static)
     return pl.pallas_call(
@@ -189,4 +192,5 @@ def launch(
         out_shape=[shape for shape, _ in outputs],
         compiler_params=pltr.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
     )(*[array for array, _ in inputs])

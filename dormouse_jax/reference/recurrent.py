@@ -16,6 +16,40 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    erase: jax.Array,
+    write: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of the recurrence.
+
+    Args:
+      q, k: `[B, H, K]`.
+      v: `[B, HV, V]`.
+      g: `[B, HV, K]`.
+      erase, write: `[B, HV, K]` and `[B, HV, V]`, or `[B, HV, 1]`.
+      state: `[B, HV, K, V]`, float32, or float64 for float64 inputs: the dtype of all arithmetic.
+      scale: factor of the output.
+
+    Returns:
+      `(o, state)`, `[B, HV, V]` in q's dtype and `[B, HV, K, V]`.
+    """
+    out, group = q.dtype, v.shape[1] // q.shape[1]
+    q, k, v, g, erase, write = (x.astype(state.dtype) for x in (q, k, v, g, erase, write))
+    q, k = (jnp.repeat(x, group, axis=1) for x in (q, k))
+    state = jnp.exp(g)[..., None] * state
+    u = write * v - jnp.einsum("bhkv,bhk->bhv", state, erase * k, precision=lax.Precision.HIGHEST)
+    state = state + k[..., :, None] * u[..., None, :]
+    o = scale * jnp.einsum("bhkv,bhk->bhv", state, q, precision=lax.Precision.HIGHEST)
+    return o.astype(out), state
+
+
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -59,13 +93,9 @@ def forward(
         return x.reshape(segments, steps, *x.shape[1:])
 
     def token(S, inputs):
-        q_t, k_t, v_t, g_t, erase_t, write_t = (x.astype(dtype) for x in inputs)
-        q_t, k_t = (jnp.repeat(x, HV // H, axis=1) for x in (q_t, k_t))
-        S = jnp.exp(g_t)[..., None] * S
-        u_t = write_t * v_t - jnp.einsum("bhkv,bhk->bhv", S, erase_t * k_t, precision=lax.Precision.HIGHEST)
-        S = S + k_t[..., :, None] * u_t[..., None, :]
-        o_t = scale * jnp.einsum("bhkv,bhk->bhv", S, q_t, precision=lax.Precision.HIGHEST)
-        return S, o_t.astype(q.dtype)
+        q_t, k_t, v_t, g_t, erase_t, write_t = inputs
+        o_t, S = step(q_t, k_t, v_t, g_t, erase_t, write_t, S, scale=scale)
+        return S, o_t
 
     @jax.checkpoint
     def segment(S, inputs):
