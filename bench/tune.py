@@ -78,12 +78,14 @@ def main(argv: Sequence[str]) -> int:
             options: Any = {"scale": p["K"] ** -0.5, "precision": precision, "config": config, "interpret": False}
 
             def forward(q, k, v, g, beta):
-                return kernels.forward(q, k, v, g, beta, None, None, **options)[0]
+                return kernels.forward(q, k, v, g, beta, None, None, **options)[::2]
 
-            def backward(q, k, v, g, beta, do):
-                return kernels.backward(q, k, v, g, beta, None, None, None, do, None, **options)[:5]
+            def backward(q, k, v, g, beta, residuals, do):
+                return kernels.backward(q, k, v, g, beta, None, None, residuals, do, None, **options)[:5]
 
-            return jax.jit(forward).lower(*inputs).compile(), jax.jit(backward).lower(*inputs, do).compile()
+            residuals = jax.eval_shape(forward, *inputs)[1]
+            programs = jax.jit(forward).lower(*inputs), jax.jit(backward).lower(*inputs, residuals, do)
+            return tuple(program.compile() for program in programs)
         except Exception as error:  # whatever the compiler says is the row
             return f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
 
@@ -96,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(programs, str):
             print(f"{label}\n    {programs}")
             continue
-        o, forward = profiler.measure(programs[0], aggregate=False, iterations=_CALLS)(*inputs)
-        grads, backward = profiler.measure(programs[1], aggregate=False, iterations=_CALLS)(*inputs, do)
+        (o, residuals), forward = profiler.measure(programs[0], aggregate=False, iterations=_CALLS)(*inputs)
+        grads, backward = profiler.measure(programs[1], aggregate=False, iterations=_CALLS)(*inputs, residuals, do)
         if forward is None or backward is None:
             raise RuntimeError("CUPTI reported no kernels")
         results = [np.asarray(x, np.float32) for x in (o, *grads)]

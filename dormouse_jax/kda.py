@@ -78,8 +78,9 @@ def kda(
       precision: of the matrix products. "fp32" (float32-accurate; the default for float32 inputs), "tf32" (one TF32
         pass, float32 inputs) or "16bit" (16-bit operands with float32 accumulation; the default for bfloat16 and
         float16).
-      residuals: what a differentiated call keeps for its backward. "recompute" keeps the inputs alone; "save" keeps
-        intermediates as well, for a faster backward. JAX differentiates "recurrent" in its own way.
+      residuals: what a differentiated call keeps for its backward. "recompute" keeps the inputs and, with the
+        kernels, two matrices `[chunk, chunk]` a chunk and value head; "save" keeps all intermediates, for a faster
+        backward. JAX differentiates "recurrent" in its own way.
       implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic", "xla"
         (chunked jnp) or "recurrent" (`lax.scan` over tokens; the only one with forward-mode derivatives). None takes
         "pallas" on an NVIDIA GPU and under `interpret_kernels()`, where it can serve the call, and "xla" elsewhere.
@@ -406,8 +407,8 @@ def _forward(plan, q, k, v, g, erase, write, state):
     return _forward_kernels(plan, q, k, v, g, erase, write, state, save=False)[:2]
 
 
-def _forward_saving(plan, q, k, v, g, erase, write, state):
-    return _forward_kernels(plan, q, k, v, g, erase, write, state, save=True)
+def _forward_with_residuals(plan, q, k, v, g, erase, write, state):
+    return _forward_kernels(plan, q, k, v, g, erase, write, state, save=plan.residuals == "save")
 
 
 def _forward_kernels(plan, *inputs, save):
@@ -443,9 +444,8 @@ def _with_backward(plan, q, k, v, g, erase, write, state):
 
 def _with_backward_fwd(plan, q, k, v, g, erase, write, state):
     inputs = (q, k, v, g, erase, write, state)
-    if plan.residuals == "recompute":
-        return _jitted(_forward, plan, "forward")(*inputs), (inputs, None)
-    o, final_state, residuals = _jitted(_forward_saving, plan, "forward with residuals")(*inputs)
+    phase = "forward with residuals" if plan.residuals == "save" else "forward"
+    o, final_state, residuals = _jitted(_forward_with_residuals, plan, phase)(*inputs)
     return (o, final_state), (inputs, residuals)
 
 

@@ -20,11 +20,11 @@ __all__ = ["KdaConfig", "Residuals", "backward", "choose_config", "forward", "fo
 
 
 class Residuals(NamedTuple):
-    """What the forward leaves for the backward under residuals="save"."""
+    """What the forward leaves for the backward: the [C, C] matrices P and M of every chunk, and under residuals="save"
+    all the rest (None otherwise)."""
 
-    prepared: _forward.Prepared
-    states: _forward.States
-    maps: jax.Array | None
+    matrices: tuple[jax.Array, jax.Array]
+    saved: tuple[_forward.Prepared, _forward.States, jax.Array | None] | None
 
 
 def forward(
@@ -41,37 +41,35 @@ def forward(
     config: KdaConfig,
     interpret: bool,
     save: bool = False,
-    with_output: bool = True,
 ):
-    """Returns o [B, T, HV, V] in q's dtype, final_state [B, HV, K, V] in float32, and Residuals or None.
-
-    With with_output=False only the residuals are formed, and o and final_state are None.
-    """
+    """Returns o [B, T, HV, V] in q's dtype, final_state [B, HV, K, V] in float32, and Residuals: all with save=True."""
     common = {"precision": precision, "config": config, "interpret": interpret}
     prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
     maps = _forward.segment_maps(prepared, q, v, erase, **common)
-    o, final, states = _forward.run_states(
-        prepared, maps, initial_state, q, v, erase, save=save, with_output=with_output, **common
-    )
-    return o, final, Residuals(prepared, states, maps) if states is not None else None
+    o, final, states = _forward.run_states(prepared, maps, initial_state, q, v, erase, save=save, **common)
+    saved = (prepared, states, maps) if states is not None else None
+    return o, final, Residuals((prepared.P, prepared.M), saved)
 
 
 def backward(
-    q, k, v, g, erase, write, initial_state, residuals: Residuals | None, do, dfinal_state,
+    q, k, v, g, erase, write, initial_state, residuals: Residuals, do, dfinal_state,
     *, scale: float, precision: str, config: KdaConfig, interpret: bool,
 ):  # fmt: skip
     """Returns dq, dk, dv, dg, derase, dwrite and dinitial_state, each in the dtype of what it belongs to.
 
-    dwrite is None for KDA, dinitial_state is None without an initial state, dfinal_state may be None for zero. Without
-    residuals the forward's kernels run again.
+    dwrite is None for KDA, dinitial_state is None without an initial state, dfinal_state may be None for zero. What the
+    forward did not save is formed again from the inputs and the matrices.
     """
     common = {"precision": precision, "config": config, "interpret": interpret}
-    if residuals is None:
-        _, _, residuals = forward(
-            q, k, v, g, erase, write, initial_state, scale=scale, save=True, with_output=False, **common
+    if residuals.saved is None:
+        prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, matrices=residuals.matrices, **common)
+        maps = _forward.segment_maps(prepared, q, v, erase, **common)
+        _, _, states = _forward.run_states(
+            prepared, maps, initial_state, q, v, erase, save=True, with_output=False, **common
         )
-    assert residuals is not None
-    prepared, states, maps = residuals
+        assert states is not None
+    else:
+        prepared, states, maps = residuals.saved
     dS, dU, dinitial = _backward.run_states_bwd(
         prepared, maps, do, dfinal_state, initial_state is not None, q, v, erase, **common
     )

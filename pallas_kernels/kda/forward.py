@@ -18,7 +18,7 @@ tensor cores read from registers, so the serial chain never passes through share
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,15 @@ def diagonal_dot(precision: str, op, interpret: bool) -> tuple[Dot, jnp.dtype]:
 
 
 def kda_prepare(
-    q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref,
-    w_ref, qhat_ref, ktil_ref, y_ref, p_ref, m_ref, decay_ref, *debug_refs,
-    sizes: Sizes, scale: float, precision: str, always_exact: bool, interpret: bool,
+    q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref, *refs,
+    sizes: Sizes, scale: float, precision: str, matrices: bool, always_exact: bool, interpret: bool,
 ):  # fmt: skip
-    """All state-free tiles of one chunk of one value head. Grid (NT, B * HV)."""
+    """All state-free tiles of one chunk of one value head. Grid (NT, B * HV).
+
+    refs: P and M, inputs unless `matrices` says that they are to be formed; the other results, W, Qhat, Ktil, Y,
+    decay; and G and A for tests.
+    """
+    (p_ref, m_ref), (w_ref, qhat_ref, ktil_ref, y_ref, decay_ref), debug_refs = refs[:2], refs[2:7], refs[7:]
     op = operand_dtype(q_ref.dtype, precision)
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
@@ -96,19 +100,20 @@ def kda_prepare(
         q, k, e, g = inputs(a)
         d = Decays.of(g, precision, interpret)
         E, Q = e * d.up, q * d.up
-        deepest = jnp.maximum(deepest, -d.prefix)
-        keys = (k * d.anchor()).astype(diagonal)
-        A = dot_diagonal(E.astype(diagonal), keys, (1, 1))
-        P = dot_diagonal(Q.astype(diagonal), keys, (1, 1))
-        bt.store_tile(m_ref, local(a), local(a), jnp.where(row > col, A, 0.0))
-        bt.store_tile(p_ref, local(a), local(a), jnp.where(row >= col, P, 0.0))
-        Eo, Qo = E.astype(op), Q.astype(op)
-        for b in range(a):
-            earlier = running[b].astype(op)
-            bt.store_tile(m_ref, local(a), local(b), dot(Eo, earlier, (1, 1)))
-            bt.store_tile(p_ref, local(a), local(b), dot(Qo, earlier, (1, 1)))
-            bt.store_tile(m_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
-            bt.store_tile(p_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
+        if matrices:
+            deepest = jnp.maximum(deepest, -d.prefix)
+            keys = (k * d.anchor()).astype(diagonal)
+            A = dot_diagonal(E.astype(diagonal), keys, (1, 1))
+            P = dot_diagonal(Q.astype(diagonal), keys, (1, 1))
+            bt.store_tile(m_ref, local(a), local(a), jnp.where(row > col, A, 0.0))
+            bt.store_tile(p_ref, local(a), local(a), jnp.where(row >= col, P, 0.0))
+            Eo, Qo = E.astype(op), Q.astype(op)
+            for b in range(a):
+                earlier = running[b].astype(op)
+                bt.store_tile(m_ref, local(a), local(b), dot(Eo, earlier, (1, 1)))
+                bt.store_tile(p_ref, local(a), local(b), dot(Qo, earlier, (1, 1)))
+                bt.store_tile(m_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
+                bt.store_tile(p_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
         bt.store_tile(qhat_ref, local(a), all_k, Q * base)
         bt.store_tile(w_ref, local(a), all_k, E * base)  # Ehat for now.
         running = [x * d.whole for x in running] + [k * d.down]
@@ -129,9 +134,10 @@ def kda_prepare(
         bt.store_tile(p_ref, rows_a, rows_a, jnp.where(slow, P, bt.load_tile(p_ref, rows_a, rows_a).astype(f32)))
         return carry
 
-    any_slow = jnp.max(jnp.max(deepest, axis=1), axis=0) > FAST_LIMIT[precision]
     bt.barrier(interpret)
-    lax.fori_loop(0, sizes.blocks if always_exact else any_slow.astype(jnp.int32) * sizes.blocks, exact, 0)
+    if matrices:
+        any_slow = jnp.max(jnp.max(deepest, axis=1), axis=0) > FAST_LIMIT[precision]
+        lax.fori_loop(0, sizes.blocks if always_exact else any_slow.astype(jnp.int32) * sizes.blocks, exact, 0)
 
     if debug_refs:  # G and A of the formulas, for tests that compare tensor for tensor.
         above = jnp.zeros((1, sizes.bk), f32)
@@ -142,7 +148,8 @@ def kda_prepare(
         bt.barrier(interpret)
         bt.store_tile(debug_refs[1], all_c, all_c, bt.load_tile(m_ref, all_c, all_c))
 
-    invert(m_ref, sizes.C, interpret)
+    if matrices:
+        invert(m_ref, sizes.C, interpret)
     M = bt.load_tile(m_ref, all_c, all_c).astype(op)
     W = dot(M, bt.load_tile(w_ref, all_c, all_k))
     bt.barrier(interpret)
@@ -258,27 +265,32 @@ def kda_combine(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_in
             S = added + dot32(S, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k))
 
 
-def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, interpret, debug=False):
-    """Runs `kda_prepare`; returns Prepared, and with debug=True also (G [.., C, bk], A [.., C, C]) in float32."""
+def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, interpret, matrices=None, debug=False):
+    """Runs `kda_prepare`; returns Prepared, and with debug=True also (G [.., C, bk], A [.., C, C]) in float32.
+
+    matrices: P and M, where an earlier run has left them.
+    """
     sizes = Sizes.of(q, v, erase, config)
     op = operand_dtype(q.dtype, precision)
     write = erase if write is None else write
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
-    tiles = [(C, bk), (C, bk), (C, bk), (bv, C), (C, C), (C, C), (1, bk)]
-    dtypes = [op, op, op, op, op, jnp.float32, jnp.float32]
+    inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, write)]
+    results: list[tuple[tuple[int, ...], Any]] = [((C, bk), op)] * 3 + [((bv, C), op), ((1, bk), jnp.float32)]
+    if matrices is None:
+        results = [((C, C), jnp.float32 if debug else op), ((C, C), jnp.float32), *results]
+    else:
+        inputs += [(x, sizes.chunk(C, C)[1]) for x in matrices]
     if debug:
-        tiles += [(C, bk), (C, C)]
-        dtypes += [jnp.float32] * 2
-        dtypes[4] = jnp.float32
+        results += [((C, bk), jnp.float32), ((C, C), jnp.float32)]
     outputs = []
-    for tile, dtype in zip(tiles, dtypes, strict=False):
+    for tile, dtype in results:
         shape, spec = sizes.chunk(*tile)
         outputs.append((jax.ShapeDtypeStruct(shape, dtype), spec))
-    out = bt.launch(
+    found = bt.launch(
         kda_prepare,
         "kda_prepare",
         (sizes.nt, sizes.B * sizes.HV),
-        [(x, sizes.head(x)) for x in (q, k, v, g, erase, write)],
+        inputs,
         outputs,
         num_warps=config.prepare_warps,
         num_stages=1,
@@ -286,9 +298,12 @@ def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, in
         sizes=sizes,
         scale=scale,
         precision=precision,
+        matrices=matrices is None,
         always_exact=config.always_exact,
     )
-    return Prepared(*out[:7]), out[7:]
+    P, M = matrices or found[:2]
+    W, Qhat, Ktil, Y, decay, *rest = found[0 if matrices else 2 :]
+    return Prepared(W, Qhat, Ktil, Y, P, M, decay), rest
 
 
 def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfig, interpret):
