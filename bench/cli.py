@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bench import device, harness, report, results
-from bench.spec import MODES, Arm, Case, UsageError
+from bench.spec import MODE_TITLES, Arm, Case, UsageError
 
 FLAGS = flags.FLAGS
 WIDTH = 120
@@ -29,7 +29,7 @@ def define(*, impl: str, preset: str, mode: str = "fwd,fwdbwd") -> None:
     flags.DEFINE_list(
         "preset", preset.split(",") if preset else [], "Problem sizes by name; see the module's docstring."
     )
-    flags.DEFINE_list("mode", mode.split(","), f"What to run: {', '.join(MODES)}.")
+    flags.DEFINE_list("mode", mode.split(","), f"What to run: {', '.join(MODE_TITLES)}.")
     flags.DEFINE_integer("rounds", None, "Rounds (default 10 on a GPU, 3 without one).", lower_bound=1)
     flags.DEFINE_string("json", None, "File for the results, raw samples included.")
     flags.DEFINE_bool("resume", False, "Keep the cases that --json has already and measure the rest.")
@@ -97,7 +97,7 @@ def pick_arms(names: Sequence[str], known: Mapping[str, Arm], groups: Mapping[st
 
 
 def modes() -> tuple[str, ...]:
-    return tuple(choose(FLAGS.mode, dict.fromkeys(MODES), "--mode"))
+    return tuple(choose(FLAGS.mode, MODE_TITLES, "--mode"))
 
 
 class _Bar(harness.Progress):

@@ -9,6 +9,8 @@
 --preset report32, report16, kimi8k, train, few, many, long, cpu (default: report32 on a GPU, cpu without one)
 --shape  B,T,H,K[,V[,HV]] instead of a preset
 --g      a number: every log decay is that constant instead of the preset's recipe
+--mode   fwd, fwd_res, fwdbwd; or decode alone: one decoding step (`kda_step`), arms pallas, xla, fla_recurrent, presets
+         batch1, batch8, batch64, batch256, cpu
 """
 
 from __future__ import annotations
@@ -298,6 +300,8 @@ def cases(
 def main(argv: Sequence[str]) -> int:
     cli.no_positional(argv)
     F = flags.FLAGS
+    if "decode" in F.mode:
+        return _decode(F)
     ops = cli.choose(F.op, {"kda": KDA, "gdn2": GDN2}, "--op")
     presets = F.preset or (["report32"] if device.has_gpu() else ["cpu"])
     if F.precision not in (None, "fp32", "tf32", "16bit"):
@@ -309,6 +313,23 @@ def main(argv: Sequence[str]) -> int:
     names = arms("float32", F.precision)
     groups = GROUPS | {"all": tuple(names)}
     jobs = [(case, cli.pick_arms(F.impl, arms(case.params["dtype"], F.precision), groups)) for case in wanted]
+    return cli.measure(jobs, command="bench.kda")
+
+
+def _decode(F: flags.FlagValues) -> int:
+    from bench import kda_step  # it builds on this module
+
+    if len(F.mode) > 1:
+        raise UsageError("--mode: decode goes alone")
+    for name in ("shape", "g", "precision"):
+        if F[name].value is not None:
+            raise UsageError(f"--{name}: not with --mode=decode")
+    presets = F.preset or ([n for n in kda_step.PRESETS if n != "cpu"] if device.has_gpu() else ["cpu"])
+    impl = F.impl if F["impl"].present else ["pallas", "xla", "fla"]
+    jobs = []
+    for case in kda_step.cases(cli.choose(presets, kda_step.PRESETS, "--preset"), dtype=F.dtype, seed=F.seed):
+        known = kda_step.arms(case.params["dtype"])
+        jobs.append((case, cli.pick_arms(impl, known, kda_step.GROUPS | {"all": tuple(known)})))
     return cli.measure(jobs, command="bench.kda")
 
 

@@ -126,8 +126,10 @@ def with_interval(summary: Mapping[str, float] | None) -> str:
 
 
 def outputs_of(row: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors that are outputs: gradients are those with a "d" before another name."""
+    """Names of the tensors that are outputs: all of them where there are no gradients, else the first."""
     names = list(row.get("errors") or {})
+    if row["mode"] != "fwdbwd":
+        return names
     return names[:1] if names else []
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-MODES = ("fwd", "fwd_res", "fwdbwd")
+MODES = ("fwd", "fwd_res", "fwdbwd")  # of an operator that is differentiated
 MODE_TITLES = {
     "fwd": "forward",
     "fwd_res": "forward with residuals (as the differentiated node)",
     "fwdbwd": "forward + backward",
+    "decode": "one decoding step",
 }
 
 DTYPES: dict[str, np.dtype] = {
@@ -128,6 +129,7 @@ class Operator:
     name: str = ""
     differentiable: tuple[str, ...] = ()
     cotangents: Mapping[str, str] = {}  # output name -> name of the input that holds its cotangent
+    updated: Mapping[str, str] = {}  # input that a call may update in place -> the output that takes its memory
 
     def inputs(self, case: Case) -> dict[str, np.ndarray]:
         """Seeded inputs, cotangents included, in the dtypes that every arm gets."""
@@ -173,6 +175,7 @@ class Operator:
 OPERATORS: dict[str, str] = {
     "kda": "bench.kda:KDA",
     "gdn2": "bench.kda:GDN2",
+    "kda_step": "bench.kda_step:KDAStep",
     "toy": "bench.toy:Toy",
 }
 

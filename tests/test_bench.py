@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from bench import cli, gate, harness, kda, readme, report, results, roofline, runtimes, stats, toy, verdict
+from bench import cli, gate, harness, kda, kda_step, readme, report, results, roofline, runtimes, stats, toy, verdict
 from bench.spec import Arm, Case, UsageError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -284,6 +284,7 @@ class CommandTest(parameterized.TestCase):
         ("grouped_heads", "--shape=1,64,2,64,64,3", "multiple of H"),
         ("dtype", "--dtype=int8", "int8"),
         ("precision", "--precision=tf32 --dtype=bfloat16", "tf32"),
+        ("mode", "--mode=decode,fwd", "decode goes alone"),
         ("flag", "--nonsense=1", "nonsense"),
         ("value", "--rounds=many", "rounds"),
         ("positional", "nonsense", "nonsense"),
@@ -371,6 +372,23 @@ class KdaOperatorTest(parameterized.TestCase):
         self.assertEqual([a.name for a in cli.pick_arms(["pallas", "pallas"], known, {})], ["pallas", "pallas#2"])
         peers = [a.name for a in cli.pick_arms(["fla", "peers"], known, kda.GROUPS)]
         self.assertEqual(peers, ["fla_default", "fla_safe", "jla"])
+
+
+class DecodingTest(absltest.TestCase):
+    def test_the_floor_is_the_state_read_once_and_written_once_and_the_inputs(self):
+        (case,) = kda_step.cases(["batch64"])
+        traffic = kda_step.KDAStep().traffic(case, "decode")
+        heads, state = 64 * 32, 4 * 128 * 128
+        self.assertEqual(traffic.reads, heads * (state + 3 * 2 * 128 + 4 * 128 + 4))
+        self.assertEqual(traffic.writes, heads * (state + 2 * 128))
+
+    def test_a_step_is_measured_and_its_state_is_its_own_at_every_call(self):
+        with harness.Session(harness.Options(modes=("decode",), rounds=2, repeats=2)) as session:
+            known = kda_step.arms("float32")
+            (row,) = session.measure(kda_step.cases(["cpu"])[0], [known["xla"]])
+        self.assertEqual((row["status"], row["repeats"]), ("OK", {"n": 2, "different": 0}), row["reason"])
+        self.assertLess(row["errors"]["final_state"]["rms"], kda_step.STATE_BAR)
+        self.assertEqual(set(row["errors"]), {"o", "final_state"})
 
 
 class RooflineTest(absltest.TestCase):
