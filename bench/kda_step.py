@@ -88,7 +88,7 @@ def cases(presets: Sequence[str], *, dtype: str | None = None, seed: int = 0) ->
 # ---- arms ----------------------------------------------------------------------------------------------------------
 
 # The only step in PyTorch is FLA's.
-GROUPS = {name: ("fla_recurrent",) for name in ("torch", "fla", "peers")} | {"ours": ("pallas", "xla")}
+GROUPS = dict.fromkeys(("torch", "fla", "peers"), ("fla_recurrent",)) | {"ours": ("pallas", "xla")}
 
 
 def arms(dtype: str) -> dict[str, Arm]:
