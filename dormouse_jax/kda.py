@@ -15,14 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dormouse_jax import validation as check
+from dormouse_jax import gates
 from dormouse_jax.dispatch import Device, device_of, interpreting, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
+from dormouse_jax.kda_arguments import Arguments, Options, validate
 from dormouse_jax.reference import chunked, recurrent
-
-IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla", "recurrent")
-CHUNK_SIZES = (16, 32, 64, 128)
-MAX_DIM = 256
 
 
 def kda(
@@ -84,12 +81,19 @@ def kda(
       implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic", "xla"
         (chunked jnp) or "recurrent" (`lax.scan` over tokens; the only one with forward-mode derivatives). None takes
         "pallas" on an NVIDIA GPU and under `interpret_kernels()`, where it can serve the call, and "xla" elsewhere.
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, A_log,
-        dt_bias, cu_seqlens, segment_ids: not implemented yet.
+      use_qk_l2norm_in_kernel: whether q and k are given raw, and are divided by sqrt(sum x^2 + 1e-6) over K.
+      use_gate_in_kernel: whether g is a raw gate x, any real number, and the log decay is
+        -exp(A_log) softplus(x + dt_bias), or lower_bound sigmoid(exp(A_log) (x + dt_bias)) with a lower bound.
+      use_beta_sigmoid_in_kernel: whether beta is given raw, and the strength of the correction is its sigmoid.
+      allow_neg_eigval: whether it is twice the sigmoid; needs use_beta_sigmoid_in_kernel.
+      lower_bound: a Python number < 0, of the gate in the kernel; unbounded by default.
+      A_log: `[HV]`, of the gate in the kernel. It may be left out where there is a lower bound: the rate is then 1.
+      dt_bias: `[HV * K]`, of the gate in the kernel; zeros by default.
+      cu_seqlens, segment_ids: not implemented yet.
 
     Returns:
       `(o, final_state)`: o `[B, T, HV, V]` in q's dtype; final_state `[B, HV, K, V]` in float32 (float64 for float64
-      inputs), or None. Both are differentiable with respect to q, k, v, g, beta and initial_state.
+      inputs), or None. Both are differentiable with respect to q, k, v, g, beta, A_log, dt_bias and initial_state.
 
     Raises:
       ValueError: a shape, or the value of an option, is not one of the above.
@@ -101,21 +105,24 @@ def kda(
     Expressive, Efficient Attention Architecture", 2025 (arXiv:2510.26692). Arguments follow `chunk_kda` of
     flash-linear-attention.
     """
-    _refuse_options(
-        "kda",
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
+    _refuse_options("kda", cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+    arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    arrays |= {"A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state}
+    options = Options(
+        scale=scale,
+        output_final_state=output_final_state,
+        l2norm=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel,
+        beta_sigmoid=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
         lower_bound=lower_bound,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens,
-        segment_ids=segment_ids,
+        state_v_first=state_v_first,
+        chunk_size=chunk_size,
+        precision=precision,
+        residuals=residuals,
+        implementation=implementation,
     )
-    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    options = _Options(scale, output_final_state, state_v_first, chunk_size, precision, residuals, implementation)
-    return _delta_rule("kda", inputs, initial_state, options)
+    return _delta_rule("kda", arrays, options)
 
 
 def gdn2(
@@ -165,53 +172,42 @@ def gdn2(
     ):
         if value:
             raise TypeError(f"gdn2: {name} is an option of beta, and gdn2 has the gates erase and write instead")
-    _refuse_options(
-        "gdn2",
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
+    _refuse_options("gdn2", cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+    arrays = {"q": q, "k": k, "v": v, "g": g, "erase": erase, "write": write}
+    arrays |= {"A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state}
+    options = Options(
+        scale=scale,
+        output_final_state=output_final_state,
+        l2norm=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel,
         lower_bound=lower_bound,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens,
-        segment_ids=segment_ids,
+        state_v_first=state_v_first,
+        chunk_size=chunk_size,
+        precision=precision,
+        residuals=residuals,
+        implementation=implementation,
     )
-    inputs = {"q": q, "k": k, "v": v, "g": g, "erase": erase, "write": write}
-    options = _Options(scale, output_final_state, state_v_first, chunk_size, precision, residuals, implementation)
-    return _delta_rule("gdn2", inputs, initial_state, options)
+    return _delta_rule("gdn2", arrays, options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options of a call, as given."""
-
-    scale: Any
-    output_final_state: Any
-    state_v_first: Any
-    chunk_size: Any
-    precision: str | None
-    residuals: str
-    implementation: str | None
-
-
-def _delta_rule(operator: str, inputs: dict[str, Any], initial_state: Any, options: _Options):
+def _delta_rule(operator: str, given: dict[str, Any], options: Options):
     """One call of either operator, from arguments as given to results as returned."""
-    q, k, v, g, erase, write, state, options = _validate(operator, inputs, initial_state, options)
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    x, options = validate(operator, given, options)
+    B, _, _, K = x.q.shape
+    HV, V = x.v.shape[2:]
     if B == 0:
         # Nothing to compute, and kernels need a grid.
-        o = jnp.zeros(v.shape, q.dtype)
-        final_state = jnp.zeros((0, HV, K, V), jnp.promote_types(q.dtype, jnp.float32))
+        o = jnp.zeros(x.v.shape, x.q.dtype)
+        final_state = jnp.zeros((0, HV, K, V), jnp.promote_types(x.q.dtype, jnp.float32))
     else:
-        plan = _plan(operator, options, q, k, v, g, erase, write, state)
+        plan = _plan(operator, options, x)
+        if plan.implementation != "pallas_triton":
+            x = _computed(x, options)
         run = _by_autodiff if plan.implementation == "recurrent" else _with_backward
-        o, final_state = run(plan, q, k, v, g, erase, write, state)
+        o, final_state = run(plan, x)
     if not options.output_final_state:
         return o, None
     return o, jnp.swapaxes(final_state, -1, -2) if options.state_v_first else final_state
-
-
-# Validation
 
 
 def _refuse_options(operator: str, **options: Any) -> None:
@@ -220,75 +216,18 @@ def _refuse_options(operator: str, **options: Any) -> None:
             raise NotImplementedError(f"{operator}: {name} is not implemented yet")
 
 
-def _validate(operator: str, inputs: dict[str, Any], state: Any, options: _Options):
-    """Checks everything about a call that can be known without values.
-
-    Returns q, k, v, g, erase, write and the state as `[B, HV, K, V]` arrays in the dtypes that implementations take
-    (write None for kda), and the options with their defaults filled in.
-    """
-    arrays = {name: check.as_array(operator, name, x) for name, x in inputs.items()}
-    q, k, v, g = (arrays[name] for name in "qkvg")
-
-    check.require_shape(operator, "q", q, "[B, T, H, K]", ("B", "T", "H", "K"))
-    B, T, H, K = q.shape
-    check.require_shape(operator, "k", k, "[B, T, H, K]", (B, T, H, K))
-    check.require_shape(operator, "v", v, "[B, T, HV, V]", (B, T, "HV", "V"))
-    HV, V = v.shape[2:]
-    if T < 1:
-        raise ValueError(f"{operator}: T must be at least 1, got q of shape {list(q.shape)}")
-    if H < 1 or HV < 1 or HV % H:
-        raise ValueError(
-            f"{operator}: HV must be a multiple of H, got v with HV = {HV} and q with H = {H}, "
-            f"of shapes {list(v.shape)} and {list(q.shape)}"
-        )
-    for name, axis, size in (("q", "K", K), ("v", "V", V)):
-        if not 1 <= size <= MAX_DIM:
-            raise ValueError(f"{operator}: {axis}, the last axis of {name}, must be from 1 to {MAX_DIM}, got {size}")
-    check.require_shape(operator, "g", g, "[B, T, HV, K]", (B, T, HV, K))
-    if operator == "kda":
-        check.require_shape(operator, "beta", arrays["beta"], "[B, T, HV]", (B, T, HV))
-    else:
-        check.require_shape(operator, "erase", arrays["erase"], "[B, T, HV, K]", (B, T, HV, K))
-        check.require_shape(operator, "write", arrays["write"], "[B, T, HV, V]", (B, T, HV, V))
-    if state is not None:
-        state = check.as_array(operator, "initial_state", state)
-        axes, shape = ("[B, HV, V, K]", (B, HV, V, K)) if options.state_v_first else ("[B, HV, K, V]", (B, HV, K, V))
-        check.require_shape(operator, "initial_state", state, axes, shape)
-
-    options = _validate_options(operator, options, str(q.dtype), K)
-    floats = ("float32", "bfloat16", "float16") + (("float64",) if options.implementation == "recurrent" else ())
-    check.require_dtype(operator, "q", q, floats)
-    for name in ("k", "v"):
-        if arrays[name].dtype != q.dtype:
-            raise TypeError(f"{operator}: {name} must have q's dtype {q.dtype}, got {arrays[name].dtype}")
-    gates = floats if q.dtype == "float64" else floats[:3]
-    for name in inputs:
-        check.require_dtype(operator, name, arrays[name], gates)
-    if state is not None:
-        check.require_dtype(operator, "initial_state", state, gates)
-        state = state.astype(jnp.promote_types(q.dtype, jnp.float32))
-        state = jnp.swapaxes(state, -1, -2) if options.state_v_first else state
-    erase, write = (arrays["beta"], None) if operator == "kda" else (arrays["erase"], arrays["write"])
-    return q, k, v, g, erase, write, state, options
-
-
-def _validate_options(operator: str, options: _Options, dtype: str, K: int) -> _Options:
-    check.require_choice(operator, "implementation", options.implementation, (None, *IMPLEMENTATIONS))
-    check.require_choice(operator, "residuals", options.residuals, ("recompute", "save"))
-    check.require_choice(operator, "chunk_size", options.chunk_size, (None, *CHUNK_SIZES))
-    check.require_choice(operator, "precision", options.precision, (None, "fp32", "tf32", "16bit"))
-    of_dtype = {"float32": ("fp32", "tf32"), "float64": ("fp64",)}.get(dtype, ("16bit",))
-    precision = of_dtype[0] if options.precision is None else options.precision
-    if precision not in of_dtype and dtype in ("float32", "bfloat16", "float16", "float64"):
-        expected = " or ".join(repr(p) for p in of_dtype if p != "fp64") or "None"
-        raise ValueError(f"{operator}: precision must be {expected} for inputs of dtype {dtype}, got {precision!r}")
-    if dtype == "float64" and options.implementation not in (None, "recurrent"):
-        raise NotImplementedError(
-            f"{operator}: implementation={options.implementation!r} cannot serve this call: "
-            "only 'recurrent' takes float64"
-        )
-    scale = K**-0.5 if options.scale is None else check.as_float(operator, "scale", options.scale)
-    return dataclasses.replace(options, scale=scale, precision=precision)
+def _computed(x: Arguments, options: Options) -> Arguments:
+    """The arguments with gates, beta, queries and keys computed from raw ones, for implementations that leave it to
+    XLA to fuse that into what reads them."""
+    wide = jnp.promote_types(x.q.dtype, jnp.float32)
+    if options.gate:
+        g = gates.log_decay(x.g.astype(wide), x.A_log, x.dt_bias, options.lower_bound)
+        x = x._replace(g=g, A_log=None, dt_bias=None)
+    if options.beta_sigmoid:
+        x = x._replace(erase=gates.beta_sigmoid(x.erase.astype(wide), options.neg_eigval))
+    if options.l2norm:
+        x = x._replace(q=gates.l2_normalize(x.q), k=gates.l2_normalize(x.k))
+    return x
 
 
 # Dispatch
@@ -309,10 +248,11 @@ class _Plan:
     passed_over: tuple[tuple[str, str], ...]
 
 
-def _plan(operator, options, q, k, v, g, erase, write, state) -> _Plan:
+def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     """Chooses the implementation: the one asked for, or else the best that can serve the call."""
-    device, interpret = device_of(q, k, v, g, erase, *(x for x in (write, state) if x is not None)), interpreting()
-    sizes: dict[str, Any] = {"K": q.shape[3], "V": v.shape[3], "T": q.shape[1], "batch_heads": v.shape[0] * v.shape[2]}
+    device, interpret = device_of(*(array for array in x if array is not None)), interpreting()
+    (B, T, HV, V), K = x.v.shape, x.q.shape[3]
+    sizes: dict[str, Any] = {"K": K, "V": V, "T": T, "batch_heads": B * HV}
     sizes |= {"precision": options.precision, "chunk_size": options.chunk_size}
     asked = options.implementation
 
@@ -342,6 +282,8 @@ def _plan(operator, options, q, k, v, g, erase, write, state) -> _Plan:
     passed_over = [("pallas_triton", "implementation='xla' was asked for")]
     if asked != "xla":
         try:
+            if options.gate or options.beta_sigmoid or options.l2norm:
+                raise NotImplementedError("the kernels take no raw gates, beta, queries or keys yet")
             return plan("pallas_triton", _triton_config(device, interpret, sizes))
         except NotImplementedError as reason:
             if asked is not None:
@@ -351,7 +293,7 @@ def _plan(operator, options, q, k, v, g, erase, write, state) -> _Plan:
             if device.platform == "gpu" or interpret:
                 warn_once(f"{operator}: taking the slower implementation 'xla', not 'pallas_triton': {reason}")
             passed_over = [("pallas_triton", str(reason))]
-    return plan("xla", chunked.choose_config(device.platform, dtype=q.dtype, **sizes), passed_over)
+    return plan("xla", chunked.choose_config(device.platform, dtype=x.q.dtype, **sizes), passed_over)
 
 
 def _triton_config(device: Device, interpret: bool, sizes: dict[str, Any]) -> Any:
@@ -391,32 +333,42 @@ def _jitted(function: Callable[..., Any], plan: _Plan, direction: str) -> Callab
     return jax.jit(run)
 
 
-def _by_autodiff(plan, *inputs):
-    return _jitted(_recurrent, plan, "forward")(*inputs)
+def _by_autodiff(plan: _Plan, x: Arguments):
+    return _jitted(_recurrent, plan, "forward")(x)
 
 
-def _recurrent(plan, *inputs):
-    o, final_state = recurrent.forward(*inputs, scale=plan.scale)
+def _recurrent(plan, x):
+    o, final_state = recurrent.forward(*_operands(x), scale=plan.scale)
     return o, final_state if plan.final_state else None
+
+
+def _operands(x: Arguments):
+    """q, k, v, g, erase, write and the initial state: what every implementation takes."""
+    return x.q, x.k, x.v, x.g, x.erase, x.write, x.initial_state
 
 
 # Forward
 
 
-def _forward(plan, q, k, v, g, erase, write, state):
-    return _forward_kernels(plan, q, k, v, g, erase, write, state, save=False)[:2]
+def _forward(plan, x):
+    return _forward_kernels(plan, x, save=False)[:2]
 
 
-def _forward_with_residuals(plan, q, k, v, g, erase, write, state):
-    return _forward_kernels(plan, q, k, v, g, erase, write, state, save=plan.residuals == "save")
+def _forward_with_residuals(plan, x):
+    return _forward_kernels(plan, x, save=plan.residuals == "save")
 
 
-def _forward_kernels(plan, *inputs, save):
+def _forward_kernels(plan, x, save):
     if plan.implementation == "xla":
-        o, final_state, residuals = chunked.forward(*inputs, scale=plan.scale, config=plan.config, save=save)
+        o, final_state, residuals = chunked.forward(*_operands(x), scale=plan.scale, config=plan.config, save=save)
     else:
         o, final_state, residuals = _triton_kernels().forward(
-            *inputs, scale=plan.scale, precision=plan.precision, config=plan.config, interpret=plan.interpret, save=save
+            *_operands(x),
+            scale=plan.scale,
+            precision=plan.precision,
+            config=plan.config,
+            interpret=plan.interpret,
+            save=save,
         )
     # A state that nobody wants is left out here, so that its gradient is None in the backward, not an array of zeros.
     return o, final_state if plan.final_state else None, residuals
@@ -425,33 +377,34 @@ def _forward_kernels(plan, *inputs, save):
 # Backward
 
 
-def _backward(plan, q, k, v, g, erase, write, state, residuals, do, dfinal_state):
-    arrays = (q, k, v, g, erase, write, state, residuals, do, dfinal_state)
+def _backward(plan, x, residuals, do, dfinal_state):
+    arrays = (*_operands(x), residuals, do, dfinal_state)
     if plan.implementation == "xla":
-        return chunked.backward(*arrays, scale=plan.scale, config=plan.config)
-    return _triton_kernels().backward(
-        *arrays, scale=plan.scale, precision=plan.precision, config=plan.config, interpret=plan.interpret
-    )
+        grads = chunked.backward(*arrays, scale=plan.scale, config=plan.config)
+    else:
+        grads = _triton_kernels().backward(
+            *arrays, scale=plan.scale, precision=plan.precision, config=plan.config, interpret=plan.interpret
+        )
+    return Arguments(*grads[:6], initial_state=grads[6])
 
 
 # The two joined
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_backward(plan, q, k, v, g, erase, write, state):
-    return _jitted(_forward, plan, "forward")(q, k, v, g, erase, write, state)
+def _with_backward(plan: _Plan, x: Arguments):
+    return _jitted(_forward, plan, "forward")(x)
 
 
-def _with_backward_fwd(plan, q, k, v, g, erase, write, state):
-    inputs = (q, k, v, g, erase, write, state)
+def _with_backward_fwd(plan, x):
     phase = "forward with residuals" if plan.residuals == "save" else "forward"
-    o, final_state, residuals = _jitted(_forward_with_residuals, plan, phase)(*inputs)
-    return (o, final_state), (inputs, residuals)
+    o, final_state, residuals = _jitted(_forward_with_residuals, plan, phase)(x)
+    return (o, final_state), (x, residuals)
 
 
 def _with_backward_bwd(plan, kept, cotangents):
-    inputs, residuals = kept
-    return _jitted(_backward, plan, "backward")(*inputs, residuals, *cotangents)
+    x, residuals = kept
+    return (_jitted(_backward, plan, "backward")(x, residuals, *cotangents),)
 
 
 _with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)

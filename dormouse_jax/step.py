@@ -17,7 +17,7 @@ from dormouse_jax import gates
 from dormouse_jax import validation as check
 from dormouse_jax.dispatch import device_of, interpreting, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
-from dormouse_jax.kda import IMPLEMENTATIONS, MAX_DIM
+from dormouse_jax.kda_arguments import IMPLEMENTATIONS, MAX_DIM
 from dormouse_jax.reference import recurrent
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dormouse_jax
-from torch_ref import oracle as torch_oracle
+from torch_ref import options as torch_options
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OPERATORS = ("kda", "gdn2")
@@ -67,10 +67,11 @@ class Problem:
     """Inputs of a call and cotangents of its results, NumPy arrays of the dtypes that the operator is to see."""
 
     operator: str
-    inputs: dict[str, np.ndarray]  # q, k, v, g, then beta, or erase and write
+    inputs: dict[str, np.ndarray]  # q, k, v, g, then beta, or erase and write; A_log and dt_bias of raw gates
     initial_state: np.ndarray | None
     do: np.ndarray
     dfinal_state: np.ndarray
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # that change what is computed, by name
 
     def replace(self, **arrays: Any) -> Problem:
         """The same problem with other inputs (by name), initial_state, do or dfinal_state; dtypes are kept."""
@@ -130,9 +131,45 @@ def problem(
     )
 
 
+RAW_OPTIONS = ("l2norm", "gate", "bounded_gate", "rateless_gate", "beta", "beta_to_2")
+
+
+def raw(p: Problem, *names: str, seed: int = 1, decay: float = 0.3) -> Problem:
+    """The problem with raw inputs, of trained layers' sizes, in place of those that the options named compute.
+
+    Names: "l2norm", raw queries and keys; "gate", "bounded_gate" and "rateless_gate" (bounded, without A_log), raw
+    gates with a bias a channel, which make log decays of about -`decay`; "beta" and "beta_to_2" (allow_neg_eigval).
+    """
+    rng = np.random.default_rng(seed)
+    inputs, options = dict(p.inputs), dict(p.options)
+    HV, K = inputs["g"].shape[2:]
+
+    def like(name, x):
+        inputs[name] = np.asarray(x).astype(inputs[name].dtype)
+
+    for name in names:
+        if name == "l2norm":
+            for x in "qk":
+                size = np.exp(rng.normal(size=inputs[x].shape[:-1]))[..., None]
+                like(x, size * rng.normal(size=inputs[x].shape))
+            options["use_qk_l2norm_in_kernel"] = True
+        elif name in ("beta", "beta_to_2"):
+            like("beta", 2 * rng.normal(size=inputs["beta"].shape))
+            options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": name == "beta_to_2"}
+        else:
+            # softplus(-2) is about 0.13, and 5 sigmoid(-2) 0.6.
+            like("g", rng.normal(size=inputs["g"].shape))
+            inputs["dt_bias"] = (rng.normal(size=HV * K) - 2).astype(np.float32)
+            if name != "rateless_gate":
+                spread = rng.normal(size=HV) / 2
+                inputs["A_log"] = (spread + (np.log(decay / 0.13) if name == "gate" else 0)).astype(np.float32)
+            options |= {"use_gate_in_kernel": True, "lower_bound": None if name == "gate" else -decay / 0.12}
+    return dataclasses.replace(p, inputs=inputs, options=options)
+
+
 def call(p: Problem, implementation: str | None, **options: Any) -> tuple[jax.Array, jax.Array]:
     """(o, final_state) of the operator on the problem's inputs."""
-    options = {"output_final_state": True, "initial_state": p.initial_state} | options
+    options = {"output_final_state": True, "initial_state": p.initial_state} | p.options | options
     with kernels_run(implementation or ""):
         return getattr(dormouse_jax, p.operator)(**p.inputs, implementation=implementation, **options)
 
@@ -144,6 +181,7 @@ def value_and_grads(
 
     Without `final_state` it is neither asked for nor part of the gradients.
     """
+    options = p.options | options
 
     def fn(inputs, state):
         operator = getattr(dormouse_jax, p.operator)
@@ -162,9 +200,9 @@ def value_and_grads(
 
 def oracle(p: Problem, *, scale: float | None = None, final_state: bool = True) -> dict[str, np.ndarray]:
     """What `value_and_grads` should give, in float64."""
-    fn = torch_oracle.kda_oracle if p.operator == "kda" else torch_oracle.gdn2_oracle
     dfinal = p.dfinal_state if final_state else None
-    want = fn(*p.inputs.values(), scale=scale, initial_state=p.initial_state, do=p.do, dfinal_state=dfinal)
+    state = {"initial_state": p.initial_state, "do": p.do, "dfinal_state": dfinal}
+    want = torch_options.call_oracle(p.operator, p.inputs, scale=scale, **state, **p.options)
     left_out = set() if final_state else {"final_state"}
     left_out |= {"dinitial_state"} if p.initial_state is None else set()
     return {name: x for name, x in want.items() if name not in left_out}
@@ -173,7 +211,8 @@ def oracle(p: Problem, *, scale: float | None = None, final_state: bool = True) 
 def bars(precision: str) -> dict[str, float]:
     """The largest RMS error over the RMS of the oracle that each result may have."""
     if precision == "16bit":
-        return {"o": 5e-3, "final_state": 5e-3} | dict.fromkeys(("dg", "dbeta", "derase", "dwrite"), 2e-2) | {"": 8e-3}
+        of_gates = ("dg", "dbeta", "derase", "dwrite", "dA_log", "ddt_bias")
+        return {"o": 5e-3, "final_state": 5e-3} | dict.fromkeys(of_gates, 2e-2) | {"": 8e-3}
     value, gradient = {"fp32": (2e-6, 1e-5), "tf32": (1e-3, 5e-3), "fp64": (1e-13, 1e-12)}[precision]
     return {"o": value, "final_state": value, "": gradient}
 

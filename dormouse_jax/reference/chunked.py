@@ -105,7 +105,7 @@ def forward(
         S1, (states, U) = _scan_states(c, S, config.products)
         o = _dot("nbhik,nbhkv->nbhiv", c.Qhat, states, config.products)
         o = o + _dot("nbhij,nbhjv->nbhiv", c.P, U, config.products)
-        return S1, (layout.tokens(o).astype(q.dtype), Residuals(c.M, c.P, states) if save else None)
+        return S1, (layout.tokens(o).astype(v.dtype), Residuals(c.M, c.P, states) if save else None)
 
     final_state, (o, residuals) = layout.scan(group, layout.state(initial_state))
     if residuals is not None:
@@ -165,6 +165,9 @@ def backward(
     dS = jnp.zeros_like(S0) if dfinal_state is None else dfinal_state.astype(jnp.float32)
     dS, grads = layout.scan(group, dS, kept, reverse=True)
     grads = [layout.join(d) for d in grads]
+    # Where everything is forgotten the gradient is 0, and not what rounding leaves of a sum: a raw gate behind g may
+    # multiply it by 1e4.
+    grads[3] = jnp.where(g > STRONGEST_DECAY, grads[3], 0)
     dwrite = None if write is None else grads[5]
     return *grads[:5], dwrite, None if initial_state is None else dS.astype(initial_state.dtype)
 

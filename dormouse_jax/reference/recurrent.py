@@ -38,9 +38,9 @@ def step(
       scale: factor of the output.
 
     Returns:
-      `(o, state)`, `[B, HV, V]` in q's dtype and `[B, HV, K, V]`.
+      `(o, state)`, `[B, HV, V]` in v's dtype and `[B, HV, K, V]`.
     """
-    out, group = q.dtype, v.shape[1] // q.shape[1]
+    out, group = v.dtype, v.shape[1] // q.shape[1]
     q, k, v, g, erase, write = (x.astype(state.dtype) for x in (q, k, v, g, erase, write))
     q, k = (jnp.repeat(x, group, axis=1) for x in (q, k))
     state = jnp.exp(g)[..., None] * state
@@ -73,7 +73,7 @@ def forward(
       scale: factor of the output.
 
     Returns:
-      `(o, final_state)`, `[B, T, HV, V]` in q's dtype and `[B, HV, K, V]`. All arithmetic is in float64 for float64
+      `(o, final_state)`, `[B, T, HV, V]` in v's dtype and `[B, HV, K, V]`. All arithmetic is in float64 for float64
       inputs and in float32 for all others.
     """
     B, T, H, K = q.shape
