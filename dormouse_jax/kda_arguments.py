@@ -57,18 +57,18 @@ def validate(operator: str, given: dict[str, Any], options: Options) -> tuple[Ar
       options: as given.
     """
     optional = ("A_log", "dt_bias", "initial_state")
-    arrays = {
+    arrays: dict[str, Any] = {
         name: None if x is None and name in optional else check.as_array(operator, name, x) for name, x in given.items()
     }
     K = _require_shapes(operator, arrays, bool(options.state_v_first))
-    options = _validate_options(operator, options, str(given["q"].dtype), K)
+    options = _validate_options(operator, options, str(arrays["q"].dtype), K)
     _require_gate(operator, arrays, options)
     _require_dtypes(operator, arrays, options.implementation)
 
     arrays |= {"erase": arrays.pop("beta")} if operator == "kda" else {}
     state = arrays["initial_state"]
     if state is not None:
-        state = state.astype(jnp.promote_types(given["q"].dtype, jnp.float32))
+        state = state.astype(jnp.promote_types(arrays["q"].dtype, jnp.float32))
         arrays["initial_state"] = jnp.swapaxes(state, -1, -2) if options.state_v_first else state
     return Arguments(**arrays), options
 
