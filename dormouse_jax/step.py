@@ -258,15 +258,13 @@ def _jitted(plan: _Plan):
 
 
 def _jnp(options, q, k, v, g, beta, A_log, dt_bias, state):
-    dtype = q.dtype
     if options.l2norm:
         q, k = gates.l2_normalize(q), gates.l2_normalize(k)
     if options.gate:
         g = gates.log_decay(g, A_log, dt_bias, options.lower_bound)
     if options.beta_sigmoid:
         beta = gates.beta_sigmoid(beta, options.neg_eigval)
-    o, state = recurrent.step(q, k, v, g, beta[..., None], beta[..., None], state, scale=options.scale)
-    return o.astype(dtype), state
+    return recurrent.step(q, k, v, g, beta[..., None], beta[..., None], state, scale=options.scale)
 
 
 def _forward(plan, *inputs):
