@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from bench import cli, device, kda
+from bench import cli, device, gemm, kda
 from bench.spec import Arm, Case, UsageError
 
 Jobs = list[tuple[Case, list[Arm]]]
@@ -40,10 +40,17 @@ def _kda_jobs(op: str) -> Callable[[Sequence[str] | None], Jobs]:
     return jobs
 
 
+def _gemm_jobs(presets: Sequence[str] | None) -> Jobs:
+    gpu = device.has_gpu()
+    impl = ["pallas", "xla", "torch", "jax_triton"] if gpu else ["pallas", "xla", "torch"]
+    return gemm.jobs(gemm.cases(presets or (gemm.SWEEP if gpu else ["cpu"])), flags.FLAGS.impl or impl)
+
+
 # Result file (without .json) -> its jobs. Families come in this order.
 FAMILIES: dict[str, Callable[[Sequence[str] | None], Jobs]] = {
     "kda": _kda_jobs("kda"),
     "gdn2": _kda_jobs("gdn2"),
+    "gemm": _gemm_jobs,
 }
 
 

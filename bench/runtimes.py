@@ -324,7 +324,7 @@ def pallas_names(jaxpr: Any) -> list[str]:
         if not hasattr(value, "eqns"):
             return
         for eqn in value.eqns:
-            if "pallas_call" in eqn.primitive.name:
+            if eqn.primitive.name in ("pallas_call", "mpmd_map"):  # of Pallas's Triton backend, of Mosaic GPU
                 name = eqn.params.get("name")
                 if not name and hasattr(eqn.params.get("jaxpr"), "debug_info"):
                     name = eqn.params["jaxpr"].debug_info.func_name

@@ -176,6 +176,7 @@ OPERATORS: dict[str, str] = {
     "kda": "bench.kda:KDA",
     "gdn2": "bench.kda:GDN2",
     "kda_step": "bench.kda_step:KDAStep",
+    "gemm": "bench.gemm:GEMM",
     "toy": "bench.toy:Toy",
 }
 

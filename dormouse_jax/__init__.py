@@ -4,6 +4,7 @@ import importlib.metadata
 
 from dormouse_jax.dispatch import interpret_kernels
 from dormouse_jax.explain import explain
+from dormouse_jax.gemm import gemm
 from dormouse_jax.kda import gdn2, kda
 from dormouse_jax.step import kda_step
 
@@ -12,4 +13,4 @@ try:
 except importlib.metadata.PackageNotFoundError:  # run from a source tree
     __version__ = "0.0.0+source"
 
-__all__ = ["__version__", "explain", "gdn2", "interpret_kernels", "kda", "kda_step"]
+__all__ = ["__version__", "explain", "gdn2", "gemm", "interpret_kernels", "kda", "kda_step"]

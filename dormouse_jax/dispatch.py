@@ -44,6 +44,7 @@ class Device(NamedTuple):
     platform: str  # "cpu", "gpu", "tpu"
     kind: str  # as JAX names it: "NVIDIA H200"
     compute_capability: str | None = None  # of an NVIDIA GPU, where it is known: "9.0"
+    cores: int | None = None  # streaming multiprocessors of a GPU, where it is known
 
     @property
     def is_nvidia(self) -> bool:
@@ -58,7 +59,8 @@ def device_of(*arrays: jax.Array) -> Device:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.abstract_device is not None and mesh.abstract_device.platform is not None:
-        return Device(mesh.abstract_device.platform, mesh.abstract_device.device_kind)
+        abstract = mesh.abstract_device
+        return Device(abstract.platform, abstract.device_kind, cores=abstract.num_cores)
     for x in arrays:
         if not isinstance(x, Tracer) and x.committed:
             device = next(iter(x.devices()))
@@ -70,7 +72,8 @@ def device_of(*arrays: jax.Array) -> Device:
 
 
 def _describe(device: Any) -> Device:
-    return Device(device.platform, device.device_kind, getattr(device, "compute_capability", None))
+    capability, cores = (getattr(device, name, None) for name in ("compute_capability", "core_count"))
+    return Device(device.platform, device.device_kind, capability, cores if device.platform == "gpu" else None)
 
 
 def require_triton(device: Device, interpret: bool) -> None:

@@ -15,13 +15,16 @@ from jax.extend import core
 # jaxpr keeps of it. Names are made from what the record says, so that one name never means two things.
 _records: dict[str, OperatorCall] = {}
 
+# The primitives that launch kernels: of Pallas's Triton backend and of Mosaic GPU.
+_LAUNCHES = ("pallas_call", "mpmd_map")
+
 
 @dataclasses.dataclass(frozen=True)
 class OperatorCall:
     """One operator call inside a function.
 
     Attributes:
-      operator: "kda" or "gdn2".
+      operator: "kda", "gdn2" or "gemm".
       direction: "forward", "forward with residuals" (of a differentiated call that keeps some) or "backward".
       implementation: the one that runs.
       precision: the precision of its products.
@@ -85,7 +88,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[OperatorC
 def record(call: OperatorCall) -> str:
     """Files a call under the name that the jitted function it runs in must have for `explain` to find it."""
     digest = hashlib.sha256(repr(call).encode()).hexdigest()[:8]
-    name = f"dormouse_{call.operator}_{call.direction.replace(' ', '_')}_{call.implementation}_{digest}"
+    name = f"dormouse_{call.operator}_{call.direction}_{call.implementation}_{digest}".replace(" ", "_")
     _records[name] = call
     return name
 
@@ -103,7 +106,7 @@ def _operator_calls(jaxpr: Any) -> Iterator[OperatorCall]:
 
 def _kernels(jaxpr: Any) -> Iterator[str]:
     for eqn in _open(jaxpr).eqns:
-        if eqn.primitive.name == "pallas_call":
+        if eqn.primitive.name in _LAUNCHES:
             yield str(eqn.params["name"])
         else:
             for inner in _inner_jaxprs(eqn.params):

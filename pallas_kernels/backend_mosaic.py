@@ -1,0 +1,170 @@
+"""The only file that knows how Pallas's Mosaic GPU backend spells things.
+
+A "thread" of this backend is a warpgroup of 128. Operands of the tensor cores lie in shared memory in tiles of eight
+rows, swizzled; copies by the tensor memory accelerator (TMA) lay them out so, fill what lies outside of an array with
+zeros, and write nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Registers a thread, of 65536 a multiprocessor: warpgroups that only copy leave theirs to two that multiply.
+_COPY_REGISTERS = 40
+_MULTIPLY_REGISTERS = 232
+
+# Shared memory that a block can have on Hopper, and what is kept of it for barriers.
+SHARED_BYTES = 232448 - 1024
+
+
+def launch(
+    body: Callable[..., None],
+    name: str,
+    inputs: Sequence[jax.Array],
+    output: jax.ShapeDtypeStruct,
+    scratch: Mapping[str, Any],
+    *,
+    programs: int,
+    cluster: int,
+    warpgroups: int,
+    interpret: bool,
+) -> jax.Array:
+    """Launches `body(*input refs, output ref, **scratch refs)` as `programs` clusters of `cluster` blocks.
+
+    `program()`, `block()` and `warpgroup()` say which one runs. Every element of the output must be written.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=output,
+        scratch_types=dict(scratch),
+        grid=(programs,),
+        grid_names=("program",),
+        cluster=(cluster,),
+        cluster_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name=name,
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(*inputs)
+
+
+def program() -> jax.Array:
+    """Which cluster of the launch this is."""
+    return lax.axis_index("program")
+
+
+def programs() -> int:
+    return lax.axis_size("program")
+
+
+def block() -> jax.Array:
+    """Which block of its cluster this is."""
+    return lax.axis_index("block")
+
+
+def warpgroup() -> jax.Array:
+    """Which warpgroup of its block this is."""
+    return lax.axis_index("warpgroup")
+
+
+# Scratch
+
+
+def tiles(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
+    """Shared memory for arrays [..., rows, columns] that TMA fills or empties and the tensor cores read.
+
+    row_bytes: what of a row is contiguous, 32, 64 or 128 bytes that divide it; the operands of a product have the same.
+    """
+    width = row_bytes // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row_bytes))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def barriers(number: int, arrivals: int) -> Any:
+    """Barriers of this block's warpgroups and copies, each complete after so many arrivals."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+
+
+def cluster_barriers(number: int, arrivals: int) -> Any:
+    """Barriers at which the warpgroups of every block of the cluster arrive, `arrivals` of each block."""
+    return plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=arrivals, num_barriers=number)
+
+
+wait = plgpu.barrier_wait
+arrive = plgpu.barrier_arrive
+
+
+# Copies
+
+
+def copy_in(source: Any, target: Any, barrier: Any, *, shared: bool = False) -> None:
+    """Starts a copy from device to shared memory that arrives at `barrier`.
+
+    shared: every block of the cluster gets the same tile, and copies a part of it to all.
+    """
+    plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=("block",) if shared else None)
+
+
+def copy_out(value: jax.Array, buffer: Any, target: Any, *, unread: int) -> None:
+    """Stores `value` to device memory through `buffer`, once at most `unread` earlier copies have yet to be read out
+    of their buffers."""
+    plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
+    buffer[...] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, target)
+
+
+def finish_copies_out() -> None:
+    """Waits until the buffers of this warpgroup's copies can be given up."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+# Products
+
+
+def become_copier() -> None:
+    plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+
+
+def become_multiplier() -> None:
+    plgpu.set_max_registers(_MULTIPLY_REGISTERS, action="increase")
+
+
+def accumulate(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """`body` of float32 accumulators of these shapes, zero at first. What it reads of them waits for the products."""
+    return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def multiply(total: Any, a: Any, b: Any) -> None:
+    """Starts total += a b on the tensor cores: a [64 m, k] and b [k, n <= 256] in shared memory, 16-bit or, read as TF32
+    and only with k along their rows in memory, float32."""
+    plgpu.wgmma(total, a, b)
+
+
+def wait_products(running: int) -> None:
+    """Waits until at most `running` of this warpgroup's products are unfinished."""
+    plgpu.wgmma_wait(running)
+
+
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """float32 zeros, spread over the registers as accumulators are."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def load_row(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    """A 1D ref in device memory as every row of an array of this shape."""
+    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(row, shape, (1,))
+
+
+def strip_order(index: jax.Array, m_tiles: int, n_tiles: int, axis: str, width: int) -> tuple[jax.Array, jax.Array]:
+    """The tile (m, n) that comes at `index`, walking strips `width` tiles wide along `axis` to and fro."""
+    return plgpu.planar_snake(index, (m_tiles, n_tiles), "mn".index(axis), width)

@@ -1,0 +1,48 @@
+"""Matrix products with a bias: a kernel on Pallas's Triton backend for every card, one on Mosaic GPU for Hopper."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gemm import triton as _triton
+from pallas_kernels.gemm.config import MosaicConfig, Problem, TritonConfig, choose_mosaic, choose_triton
+
+__all__ = ["MosaicConfig", "Problem", "TritonConfig", "choose_mosaic", "choose_triton", "matmul"]
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None,
+    *,
+    transpose_a: bool,
+    transpose_b: bool,
+    precision: str,
+    out_dtype: jnp.dtype,
+    config: TritonConfig | MosaicConfig,
+    interpret: bool,
+) -> jax.Array:
+    """op(a) op(b) + bias.
+
+    Args:
+      a: [M, K], or [K, M] with transpose_a.
+      b: [K, N], or [N, K] with transpose_b; a's dtype.
+      bias: [N], or None.
+      precision: "fp32" or "tf32" for float32 operands, "16bit" for bfloat16 and float16.
+      out_dtype: of the [M, N] output. Sums, and the bias, are float32 before it.
+      config: of the kernel to run.
+      interpret: whether it runs in interpret mode.
+    """
+    arguments = {
+        "transpose_a": transpose_a,
+        "transpose_b": transpose_b,
+        "precision": precision,
+        "out_dtype": out_dtype,
+        "interpret": interpret,
+    }
+    if isinstance(config, TritonConfig):
+        return _triton.matmul(a, b, bias, config=config, **arguments)
+    from pallas_kernels.gemm import mosaic  # imported where it is used: Mosaic GPU changes with every release of JAX
+
+    return mosaic.matmul(a, b, bias, config=config, **arguments)

@@ -1,0 +1,290 @@
+"""The product on Mosaic GPU, for Hopper.
+
+One block runs on each multiprocessor and computes one tile of the output after another. A warpgroup of its three copies
+operand tiles into a ring in shared memory, ahead of the two that multiply, also across the end of a tile; those hold
+half of the rows each, and while the result leaves through shared memory the ring fills for the next tile.
+
+16-bit operands are read as they are stored: the tensor cores take either axis first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend_mosaic as backend
+from pallas_kernels.gemm.config import TILE_BYTES, MosaicConfig, padded_shape
+
+NAME = "gemm_mosaic"
+_COPIER = 2  # warpgroups 0 and 1 multiply
+_OUT_SLOTS = 2  # buffers of a warpgroup for parts of its result, so that one is filled while another leaves
+_OUT_ROWS = 64
+_INTERPRETED_BLOCKS = 2  # few, so that each has several tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Everything about a launch that is not an array. `pieces` bfloat16 arrays add up to an operand: 1 or 3."""
+
+    M: int
+    N: int
+    K: int
+    transpose_a: bool
+    transpose_b: bool
+    pieces: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    has_bias: bool
+    config: MosaicConfig
+
+    @property
+    def steps(self) -> int:
+        return -(-self.K // self.config.tile_k)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles of the output along M and N, counted in clusters."""
+        m = self.config.tile_m * (2 if self.config.cluster == "m" else 1)
+        n = self.config.tile_n * (2 if self.config.cluster == "n" else 1)
+        return -(-self.M // m), -(-self.N // n)
+
+    @property
+    def out_cols(self) -> int:
+        return min(self.config.tile_n, TILE_BYTES // self.out_dtype.itemsize)
+
+    @property
+    def shared_bytes(self) -> int:
+        c = self.config
+        operands = c.stages * (c.tile_m + c.tile_n) * c.tile_k * self.pieces * self.dtype.itemsize
+        return operands + 2 * _OUT_SLOTS * _OUT_ROWS * self.out_cols * self.out_dtype.itemsize
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None,
+    *,
+    transpose_a: bool,
+    transpose_b: bool,
+    precision: str,
+    out_dtype: jnp.dtype,
+    config: MosaicConfig,
+    interpret: bool,
+) -> jax.Array:
+    """op(a) op(b) + bias as [M, N] in out_dtype, op(x) = x or x^T; arguments as in `pallas_kernels.gemm.matmul`."""
+    K, M = a.shape if transpose_a else a.shape[::-1]
+    N = b.shape[0] if transpose_b else b.shape[1]
+    if precision == "tf32":
+        # Of float32 operands the tensor cores want K along the rows.
+        a, transpose_a = (a.T, False) if transpose_a else (a, False)
+        b, transpose_b = (b, True) if transpose_b else (b.T, True)
+    if precision == "fp32":
+        a_pieces, b_pieces = split(_padded(a, "bfloat16")), split(_padded(b, "bfloat16"))
+    else:
+        a_pieces, b_pieces = [_padded(a, a.dtype.name)], [_padded(b, b.dtype.name)]
+    call = _Call(
+        M=M,
+        N=N,
+        K=K,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        pieces=len(a_pieces),
+        dtype=jnp.dtype(a_pieces[0].dtype),
+        out_dtype=jnp.dtype(out_dtype),
+        has_bias=bias is not None,
+        config=config,
+    )
+    if call.shared_bytes > backend.SHARED_BYTES:
+        raise ValueError(f"{config} takes {call.shared_bytes} bytes of shared memory, of {backend.SHARED_BYTES}")
+    inputs = [*a_pieces, *b_pieces]
+    if bias is not None:  # read in whole tiles, and without TMA, which would mind where it ends
+        columns = call.grid[1] * config.tile_n * (2 if config.cluster == "n" else 1)
+        inputs.append(jnp.pad(bias.astype(jnp.float32), (0, columns - N)))
+
+    def operand(rows, cols, transposed):
+        shape = (cols, rows) if transposed else (rows, cols)
+        row_bytes = min(TILE_BYTES, config.tile_k * call.dtype.itemsize)
+        return backend.tiles((config.stages * call.pieces, *shape), call.dtype, row_bytes)
+
+    emptied = backend.barriers if config.cluster is None else backend.cluster_barriers
+    scratch = {
+        "a_tiles": operand(config.tile_m, config.tile_k, transpose_a),
+        "b_tiles": operand(config.tile_k, config.tile_n, transpose_b),
+        "out_tiles": backend.tiles((2, _OUT_SLOTS, _OUT_ROWS, call.out_cols), call.out_dtype),
+        "filled": backend.barriers(config.stages, arrivals=2 * call.pieces),
+        "emptied": emptied(config.stages, arrivals=2),
+    }
+    m_tiles, n_tiles = call.grid
+    blocks = _INTERPRETED_BLOCKS * config.cluster_size if interpret else config.blocks
+    out = backend.launch(
+        functools.partial(_kernel, call=call),
+        NAME,
+        inputs,
+        jax.ShapeDtypeStruct(padded_shape((M, N), call.out_dtype.name), call.out_dtype),
+        scratch,
+        programs=min(blocks // config.cluster_size, m_tiles * n_tiles),
+        cluster=config.cluster_size,
+        warpgroups=3,
+        interpret=interpret,
+    )
+    return out[:M, :N]
+
+
+def split(x: jax.Array) -> list[jax.Array]:
+    """float32 x as the sum of three bfloat16 arrays, exactly, by cutting bits off: rounding could reach inf. All of inf
+    and NaN is in the first."""
+    finite = jnp.abs(x) < jnp.inf
+    rest = jnp.where(finite, x, 0.0)
+    pieces = []
+    for _ in range(3):
+        bits = lax.bitcast_convert_type(rest, jnp.uint32)
+        pieces.append(lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16))
+        rest = rest - lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    pieces[0] = jnp.where(finite, pieces[0], x.astype(jnp.bfloat16))
+    return pieces
+
+
+def _padded(x: jax.Array, dtype: str) -> jax.Array:
+    """x with zeros behind its rows and columns, in a shape of which TMA can copy tiles of `dtype`."""
+    rows, cols = padded_shape(x.shape, dtype)
+    return jnp.pad(x, ((0, rows - x.shape[0]), (0, cols - x.shape[1])))
+
+
+def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
+    config, pieces, steps = call.config, call.pieces, call.steps
+    a_refs, b_refs, out_ref = refs[:pieces], refs[pieces : 2 * pieces], refs[-1]
+    bias_ref = refs[2 * pieces] if call.has_bias else None
+    m_tiles, n_tiles = call.grid
+    me, programs = backend.program(), backend.programs()
+    mine = lax.div(m_tiles * n_tiles - me + programs - 1, programs)
+
+    def corner(i):
+        """First row and column of this block's i-th tile."""
+        m, n = backend.strip_order(me + i * programs, m_tiles, n_tiles, config.group_axis, config.group)
+        if config.cluster == "m":
+            m = 2 * m + backend.block()
+        if config.cluster == "n":
+            n = 2 * n + backend.block()
+        return m * config.tile_m, n * config.tile_n
+
+    @pl.when(backend.warpgroup() == _COPIER)
+    def _copy():
+        backend.become_copier()
+
+        def tile(i, done):
+            row, col = corner(i)
+            rows, cols = pl.ds(row, config.tile_m), pl.ds(col, config.tile_n)
+
+            def step(k, done):
+                slot = lax.rem(done, config.stages)
+                ks = pl.ds(k * config.tile_k, config.tile_k)
+                pl.when(done >= config.stages)(lambda: backend.wait(emptied.at[slot]))
+                for piece in range(pieces):
+                    a = a_refs[piece].at[(ks, rows) if call.transpose_a else (rows, ks)]
+                    b = b_refs[piece].at[(cols, ks) if call.transpose_b else (ks, cols)]
+                    at = slot * pieces + piece
+                    backend.copy_in(a, a_tiles.at[at], filled.at[slot], shared=config.cluster == "n")
+                    backend.copy_in(b, b_tiles.at[at], filled.at[slot], shared=config.cluster == "m")
+                return done + 1
+
+            return lax.fori_loop(0, steps, step, done)
+
+        done = lax.fori_loop(0, mine, tile, jnp.int32(0))
+
+        # A block must not end while another may still arrive at its barriers.
+        def drain(i, _):
+            backend.wait(emptied.at[lax.rem(i, config.stages)])
+
+        lax.fori_loop(jnp.maximum(done - config.stages, 0), done, drain, None)
+
+    @pl.when(backend.warpgroup() != _COPIER)
+    def _multiply():
+        backend.become_multiplier()
+        me = backend.warpgroup()
+        height = config.tile_m // 2
+        half = pl.ds(me * height, height)
+
+        def operands(slot, piece_a, piece_b):
+            a, b = a_tiles.at[slot * pieces + piece_a], b_tiles.at[slot * pieces + piece_b]
+            a = a.at[:, half].transpose((1, 0)) if call.transpose_a else a.at[half]
+            return a, b.transpose((1, 0)) if call.transpose_b else b
+
+        def walk(first, number, multiply):
+            """Multiplies `number` stages from `first`, counted since the start, on."""
+
+            def step(k, _):
+                slot = lax.rem(first + k, config.stages)
+                backend.wait(filled.at[slot])
+                started = multiply(slot)
+                backend.wait_products(started * config.in_flight)
+                if config.in_flight:
+                    before = lax.rem(first + k + config.stages - 1, config.stages)
+                    pl.when(k > 0)(lambda: backend.arrive(emptied.at[before]))
+                else:
+                    backend.arrive(emptied.at[slot])
+
+            lax.fori_loop(0, number, step, None)
+
+        def give_back_last(first, number):
+            if config.in_flight:
+                backend.arrive(emptied.at[lax.rem(first + number - 1, config.stages)])
+
+        def plain(first):
+            def body(total):
+                def multiply(slot):
+                    backend.multiply(total, *operands(slot, 0, 0))
+                    return 1
+
+                walk(first, steps, multiply)
+                return total[...]
+
+            total = backend.accumulate(body, (height, config.tile_n))
+            give_back_last(first, steps)
+            return total
+
+        def exact(first):
+            shape = (height, config.tile_n)
+
+            def fold(f, total):
+                start, number = first + f * config.fold, jnp.minimum(config.fold, steps - f * config.fold)
+
+                def body(lead, rest):
+                    def multiply(slot):
+                        for piece_a, piece_b in ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1)):
+                            backend.multiply(rest, *operands(slot, piece_a, piece_b))
+                        backend.multiply(lead, *operands(slot, 0, 0))
+                        return 6
+
+                    walk(start, number, multiply)
+                    return lead[...], rest[...]
+
+                lead, rest = backend.accumulate(body, shape, shape)
+                give_back_last(start, number)
+                # Where an operand is inf the other products multiply it by pieces that are zero.
+                return total + jnp.where(jnp.abs(lead) < jnp.inf, lead + rest, lead)
+
+            return lax.fori_loop(0, -(-steps // config.fold), fold, backend.zeros(shape))
+
+        def tile(i, first):
+            row, col = corner(i)
+            total = exact(first) if pieces > 1 else plain(first)
+            if bias_ref is not None:
+                total += backend.load_row(bias_ref.at[pl.ds(col, config.tile_n)], total.shape)
+            total = total.astype(call.out_dtype)
+            parts = [(m, n) for m in range(0, height, _OUT_ROWS) for n in range(0, config.tile_n, call.out_cols)]
+            for part, (m, n) in enumerate(parts):
+                backend.copy_out(
+                    total[m : m + _OUT_ROWS, n : n + call.out_cols],
+                    out_tiles.at[me, part % _OUT_SLOTS],
+                    out_ref.at[pl.ds(row + me * height + m, _OUT_ROWS), pl.ds(col + n, call.out_cols)],
+                    unread=_OUT_SLOTS - 1 if part or len(parts) % _OUT_SLOTS == 0 else 0,
+                )
+            return first + steps
+
+        lax.fori_loop(0, mine, tile, jnp.int32(0))
+        backend.finish_copies_out()
