@@ -124,7 +124,7 @@ class GEMM(Operator):
         M, N, K = p["M"], p["N"], p["K"]
         size = DTYPES[p["dtype"]].itemsize
         operands, out = (M * K + K * N) * size, M * N * size
-        # Float32-accurate products cost six products of bfloat16 pieces at least, or three TF32 ones, which is the same.
+        # Float32-accurate products cost six products of bfloat16 pieces, or three TF32 ones, which is the same.
         flops = 2.0 * M * N * K * (6 if p["precision"] == "fp32" else 1)
         rate = "tf32" if p["precision"] == "tf32" else "bf16"
         if mode == "fwdbwd":
@@ -193,7 +193,7 @@ def cases(presets: Sequence[str], *, shape: str | None = None, precision: str = 
             raise UsageError(f"--shape: expected M,N,K as positive integers, got {shape!r}")
         cli.choose([precision], PRECISIONS, "--precision")
         return [_case("custom", Preset(M, N, K), precision, seed)]
-    known = PRESETS | {name: None for name in SHAPES}
+    known = PRESETS | dict.fromkeys(SHAPES)
     found = []
     for name in cli.choose(presets, known, "--preset"):
         pairs = [PRESETS[name]] if name in PRESETS else [(name, precision) for precision in PRECISIONS]

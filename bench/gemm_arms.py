@@ -1,4 +1,4 @@
-"""The arms of the GEMM benchmark, each built inside its own worker process: from a dict of inputs to {"out": output}."""
+"""The arms of the GEMM benchmark, each built inside its own worker process: a dict of inputs to {"out": output}."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def accumulate(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
 
 
 def multiply(total: Any, a: Any, b: Any) -> None:
-    """Starts total += a b on the tensor cores: a [64 m, k] and b [k, n <= 256] in shared memory, 16-bit or, read as TF32
-    and only with k along their rows in memory, float32."""
+    """Starts total += a b on the tensor cores, with a [64 m, k] and b [k, n <= 256] in shared memory: 16-bit, or
+    float32 that is read as TF32 and has k along its rows in memory."""
     plgpu.wgmma(total, a, b)
 
 

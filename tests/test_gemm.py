@@ -1,4 +1,4 @@
-"""The suite that every implementation of `gemm` passes: against float64, at the edges of the formats, and transformed."""
+"""The suite that every implementation of `gemm` passes: against float64, at the formats' edges, and transformed."""
 
 import functools
 import itertools
@@ -303,16 +303,31 @@ class ErrorsTest(parameterized.TestCase):
         ("bias_of_other_length", {"bias": ones(4)}, ValueError, "bias must have shape [N] = [5], got [4]"),
         ("bias_of_integers", {"bias": ones(5, dtype=np.int8)}, TypeError, "bias must be float32, bfloat16 or float16"),
         ("transpose_is_a_string", {"transpose_a": "yes"}, ValueError, "transpose_a must be one of False, True"),
-        ("unknown_precision", {"precision": "high"}, ValueError, "precision must be one of None, 'fp32', 'tf32', '16bit'"),
+        (
+            "unknown_precision",
+            {"precision": "high"},
+            ValueError,
+            "precision must be one of None, 'fp32', 'tf32', '16bit'",
+        ),
         (
             "precision_of_16_bit",
             {"precision": "16bit"},
             ValueError,
             "precision must be 'fp32' or 'tf32' for inputs of dtype float32, got '16bit'",
         ),
-        ("unknown_output", {"out_dtype": "int8"}, TypeError, "out_dtype must be float32, bfloat16 or float16, got 'int8'"),
+        (
+            "unknown_output",
+            {"out_dtype": "int8"},
+            TypeError,
+            "out_dtype must be float32, bfloat16 or float16, got 'int8'",
+        ),
         ("no_dtype", {"out_dtype": "half a byte"}, TypeError, "out_dtype must be float32, bfloat16 or float16"),
-        ("unknown_implementation", {"implementation": "cublas"}, ValueError, "implementation must be one of None, 'pallas'"),
+        (
+            "unknown_implementation",
+            {"implementation": "cublas"},
+            ValueError,
+            "implementation must be one of None, 'pallas'",
+        ),
     )
     def test_refused(self, changes, error, message):
         arguments = {"a": ones(4, 3), "b": ones(3, 5)} | changes

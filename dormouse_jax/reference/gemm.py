@@ -28,11 +28,11 @@ def matmul(
 
     XLA knows the tensor cores' formats on GPUs only. On another `platform` the products are float32.
     """
-    precision = _PRESETS.get((precision, str(a.dtype)), lax.Precision.HIGHEST) if platform == "gpu" else None
-    if precision is None:
-        a, b, precision = a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST
+    preset = _PRESETS.get((precision, str(a.dtype))) if platform == "gpu" else None
+    if preset is None:
+        a, b, preset = a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST
     contract = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
-    total = lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    total = lax.dot_general(a, b, (contract, ((), ())), precision=preset, preferred_element_type=jnp.float32)
     if bias is not None:
         total += bias.astype(jnp.float32)
     return total.astype(out_dtype)

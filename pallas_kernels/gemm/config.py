@@ -15,8 +15,8 @@ from pallas_kernels.backend_triton import PRECISIONS, ceil_pow2
 DEFAULT_CORES = 132
 # The Triton backend counts elements in 32 bits.
 MAX_ELEMENTS = 2**31 - 1
-# The tensor memory accelerator (TMA) of Hopper copies tiles of so many rows, of so many bytes each. An array has a whole
-# number of them; one that is smaller than a tile has rows of a multiple of 16 bytes.
+# The tensor memory accelerator (TMA) of Hopper copies tiles of so many rows, of so many bytes each. An array has a
+# whole number of them; one that is smaller than a tile has rows of a multiple of 16 bytes.
 TILE_ROWS = 8
 TILE_BYTES = 128
 TMA_BYTES = 16
@@ -102,6 +102,8 @@ class MosaicConfig:
       fold: stages after which float32-accurate products are added to the sum outside of the tensor cores, which round
         every addition toward zero.
       in_flight: products that a warpgroup leaves running while it issues the next.
+      out_slots: buffers of each multiplying warpgroup for parts of its result, so that one is filled while others
+        leave.
       blocks: how many blocks run at a time, a multiple of the cluster's size: one a multiprocessor.
     """
 
@@ -114,6 +116,7 @@ class MosaicConfig:
     group_axis: str = "n"
     fold: int = 4
     in_flight: int = 0
+    out_slots: int = 2
     blocks: int = DEFAULT_CORES
 
     def __post_init__(self):
@@ -134,6 +137,8 @@ class MosaicConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.in_flight not in (0, 1):
             raise ValueError(f"in_flight must be 0 or 1, got {self.in_flight}")
+        if self.out_slots not in (1, 2, 4):
+            raise ValueError(f"out_slots must be 1, 2 or 4, got {self.out_slots}")
 
     @property
     def cluster_size(self) -> int:
@@ -153,18 +158,19 @@ def _table() -> dict[str, list[dict]]:
     return json.loads(importlib.resources.files("pallas_kernels.gemm").joinpath("configs.json").read_text())
 
 
-def _row(backend: str, problem: Problem, device_kind: str) -> dict:
-    """The settings of the first row of the table that fits."""
+def _rows(backend: str, problem: Problem, device_kind: str) -> list[dict]:
+    """The rows of the table that fit a product on a device, those that come first being the better match."""
     small, large = sorted((problem.M, problem.N))
-    return next(
-        dict(row["config"])
-        for row in _table()[backend]
-        if row["match"].get("device", device_kind) == device_kind
-        and problem.precision in row["match"].get("precision", PRECISIONS)
-        and small <= row["match"].get("max_small", small)
-        and large <= row["match"].get("max_large", large)
-        and problem.K <= row["match"].get("max_K", problem.K)
-    )
+
+    def fits(match: dict) -> bool:
+        return (
+            match.get("device", device_kind) == device_kind
+            and problem.precision in match.get("precision", PRECISIONS)
+            and match.get("min_small", small) <= small <= match.get("max_small", small)
+            and large <= match.get("max_large", large)
+        )
+
+    return [row for row in _table()[backend] if fits(row["match"])]
 
 
 def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = None) -> TritonConfig:
@@ -184,7 +190,7 @@ def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = Non
     for what, rows, cols in (("a", M, K), ("b", K, N), ("the output", M, N)):
         if rows * cols > MAX_ELEMENTS:
             raise ValueError(f"{what} has {rows * cols} elements, and the Triton kernel counts to {MAX_ELEMENTS}")
-    settings = _row("triton", problem, device_kind)
+    settings = dict(_rows("triton", problem, device_kind)[0]["config"])
     # Rows are for tall outputs; a wide one gets its tile turned.
     if M < N and settings["tile_m"] > settings["tile_n"] or M > N and settings["tile_m"] < settings["tile_n"]:
         settings["tile_m"], settings["tile_n"] = settings["tile_n"], settings["tile_m"]
@@ -218,6 +224,19 @@ def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = Non
                     f"the Hopper kernel copies tiles of {TILE_ROWS} rows of {TILE_BYTES} bytes, into which {name}, "
                     f"{list(shape)} of {dtype}, cannot be cut"
                 )
-    config = MosaicConfig(**_row("mosaic", problem, device_kind))
-    blocks = cores or DEFAULT_CORES
-    return dataclasses.replace(config, blocks=blocks - blocks % config.cluster_size)
+    cores = cores or DEFAULT_CORES
+    rows = _rows("mosaic", problem, device_kind)
+    if not rows:
+        raise ValueError(f"the Hopper kernel has no configuration for [{problem.M}, {problem.N}] outputs")
+
+    def cost(row: dict) -> float:
+        """Rounds of tiles that the card needs, each as long as its tile is large and slow."""
+        config = MosaicConfig(**row["config"])
+        m, n = (-(-size // tile) for size, tile in ((problem.M, config.tile_m), (problem.N, config.tile_n)))
+        m += m % 2 if config.cluster == "m" else 0
+        n += n % 2 if config.cluster == "n" else 0
+        blocks = cores - cores % config.cluster_size
+        return -(-m * n // blocks) * config.tile_m * config.tile_n / row["rate"]
+
+    config = MosaicConfig(**min(rows, key=cost)["config"])
+    return dataclasses.replace(config, blocks=cores - cores % config.cluster_size)

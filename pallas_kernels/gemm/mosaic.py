@@ -22,8 +22,7 @@ from pallas_kernels.gemm.config import TILE_BYTES, MosaicConfig, padded_shape
 
 NAME = "gemm_mosaic"
 _COPIER = 2  # warpgroups 0 and 1 multiply
-_OUT_SLOTS = 2  # buffers of a warpgroup for parts of its result, so that one is filled while another leaves
-_OUT_ROWS = 64
+_OUT_ROWS = 64  # of a part of the result that leaves through one buffer
 _INTERPRETED_BLOCKS = 2  # few, so that each has several tiles
 
 
@@ -61,7 +60,7 @@ class _Call:
     def shared_bytes(self) -> int:
         c = self.config
         operands = c.stages * (c.tile_m + c.tile_n) * c.tile_k * self.pieces * self.dtype.itemsize
-        return operands + 2 * _OUT_SLOTS * _OUT_ROWS * self.out_cols * self.out_dtype.itemsize
+        return operands + 2 * c.out_slots * _OUT_ROWS * self.out_cols * self.out_dtype.itemsize
 
 
 def matmul(
@@ -115,7 +114,7 @@ def matmul(
     scratch = {
         "a_tiles": operand(config.tile_m, config.tile_k, transpose_a),
         "b_tiles": operand(config.tile_k, config.tile_n, transpose_b),
-        "out_tiles": backend.tiles((2, _OUT_SLOTS, _OUT_ROWS, call.out_cols), call.out_dtype),
+        "out_tiles": backend.tiles((2, config.out_slots, _OUT_ROWS, call.out_cols), call.out_dtype),
         "filled": backend.barriers(config.stages, arrivals=2 * call.pieces),
         "emptied": emptied(config.stages, arrivals=2),
     }
@@ -280,9 +279,9 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
             for part, (m, n) in enumerate(parts):
                 backend.copy_out(
                     total[m : m + _OUT_ROWS, n : n + call.out_cols],
-                    out_tiles.at[me, part % _OUT_SLOTS],
+                    out_tiles.at[me, part % config.out_slots],
                     out_ref.at[pl.ds(row + me * height + m, _OUT_ROWS), pl.ds(col + n, call.out_cols)],
-                    unread=_OUT_SLOTS - 1 if part or len(parts) % _OUT_SLOTS == 0 else 0,
+                    unread=config.out_slots - 1 if part or len(parts) % config.out_slots == 0 else 0,
                 )
             return first + steps
 

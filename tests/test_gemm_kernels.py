@@ -1,0 +1,189 @@
+"""The GEMM kernels apart from the operator: which is chosen where, what lowers for a GPU, how float32 is split."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import dormouse_jax
+from pallas_kernels import gemm as kernels
+from pallas_kernels.gemm import config, mosaic
+from tests import helpers
+
+TRANSPOSES = tuple(itertools.product((False, True), repeat=2))
+
+
+def on(kind):
+    """A context in which calls are planned and lowered for this card, which need not be there."""
+    device = jax.sharding.AbstractDevice(kind, 132, "gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def gradients(a, b, bias, dout, **options):
+    _, vjp = jax.vjp(lambda a, b, bias: dormouse_jax.gemm(a, b, bias=bias, **options), a, b, bias)
+    return vjp(dout)
+
+
+class DispatchTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("NVIDIA H200", "bfloat16", (512, 256, 128), "pallas_mosaic"),
+        ("NVIDIA H200", "float32", (333, 517, 421), "pallas_mosaic"),
+        ("NVIDIA H200", "bfloat16", (333, 256, 128), "pallas_triton"),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", (512, 256, 128), "pallas_triton"),
+        ("NVIDIA A100-SXM4-80GB", "float32", (512, 256, 128), "pallas_triton"),
+    )
+    def test_chosen(self, kind, dtype, sizes, implementation):
+        M, N, K = sizes
+        a, b, dout = (jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in ((M, K), (K, N), (M, N)))
+        bias = jax.ShapeDtypeStruct((N,), jnp.float32)
+        with on(kind):
+            calls = dormouse_jax.explain(gradients, a, b, bias, dout)
+        self.assertEqual([c.direction for c in calls], ["forward", "backward"])
+        self.assertEqual([c.implementation for c in calls], [implementation] * 2)
+        name = implementation.replace("pallas", "gemm")
+        self.assertEqual([c.kernels for c in calls], [(name,), (name, name)])
+        better = [name for name, _ in calls[0].passed_over]
+        self.assertEqual(better, ["pallas_mosaic"] if implementation == "pallas_triton" else [])
+
+    @parameterized.parameters(*itertools.product(("fp32", "tf32", "bfloat16", "float16"), TRANSPOSES))
+    def test_lowers_for_a_gpu(self, precision, transposes):
+        dtype = jnp.float32 if precision in ("fp32", "tf32") else jnp.dtype(precision)
+        options = dict(zip(("transpose_a", "transpose_b"), transposes, strict=True))
+        options |= {"precision": precision} if dtype == jnp.float32 else {}
+        M, N, K = 256, 128, 192
+        shapes = [(K, M) if transposes[0] else (M, K), (N, K) if transposes[1] else (K, N), (N,), (M, N)]
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        for kind, name in (("NVIDIA H200", "gemm_mosaic"), ("NVIDIA GeForce RTX 4090", "gemm_triton")):
+            with on(kind):
+                fn = jax.jit(lambda *arrays: gradients(*arrays, **options))
+                if name == "gemm_triton":
+                    self.assertIn(name, fn.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text())
+                else:  # lowering takes a second each
+                    self.assertIn(name, str(fn.trace(*arrays).jaxpr))
+
+    def test_batches_lower_for_a_gpu(self):
+        with on("NVIDIA H200"):
+            fn = jax.jit(jax.vmap(jax.vmap(dormouse_jax.gemm, (0, None)), (0, 0)))
+            a, b = jax.ShapeDtypeStruct((2, 3, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16)
+            self.assertIn("gemm_mosaic", fn.trace(a, b).lower(lowering_platforms=("cuda",)).as_text())
+
+
+class ConfigTest(parameterized.TestCase):
+    def problem(self, M, N, K, precision="16bit", **options):
+        dtype = "bfloat16" if precision == "16bit" else "float32"
+        return kernels.Problem(M, N, K, precision, dtype, dtype, **options)
+
+    @parameterized.parameters(*itertools.product(("fp32", "tf32", "16bit"), ("NVIDIA H200", "NVIDIA A100", "cpu")))
+    def test_every_size_has_a_configuration(self, precision, kind):
+        for sizes in itertools.product((1, 16, 64, 1000, 4096, 65536), repeat=3):
+            problem = self.problem(*sizes, precision)
+            if max(sizes[0] * sizes[2], sizes[1] * sizes[2], sizes[0] * sizes[1]) > config.MAX_ELEMENTS:
+                with self.assertRaisesRegex(ValueError, "counts to 2147483647"):
+                    kernels.choose_triton(problem, device_kind=kind)
+                continue
+            chosen = kernels.choose_triton(problem, device_kind=kind, cores=80)
+            self.assertLessEqual(chosen.tile_m, max(16, 2 * sizes[0]))
+
+    @parameterized.parameters(*(row["config"] for row in config._table()["mosaic"]))
+    def test_configurations_of_the_hopper_kernel_fit_into_shared_memory(self, **settings):
+        chosen = config.MosaicConfig(**settings)
+        row = next(row for row in config._table()["mosaic"] if row["config"] == settings)
+        pieces, dtype = {"fp32": (3, jnp.bfloat16), "tf32": (1, jnp.float32)}.get(
+            row["match"]["precision"][0], (1, jnp.bfloat16)
+        )
+        for out_dtype in (jnp.bfloat16, jnp.float32):
+            call = mosaic._Call(
+                1, 1, 1, False, False, pieces, jnp.dtype(dtype), jnp.dtype(out_dtype), False, chosen
+            )  # fmt: skip
+            self.assertLessEqual(call.shared_bytes, mosaic.backend.SHARED_BYTES)
+
+    @parameterized.parameters(
+        (config.TritonConfig, {"tile_m": 48, "tile_n": 16, "tile_k": 16}, "tile_m must be 16, 32, 64, 128 or 256"),
+        (config.TritonConfig, {"tile_m": 16, "tile_n": 16, "tile_k": 8}, "tile_k must be 16, 32, 64, 128 or 256"),
+        (config.TritonConfig, {"tile_m": 16, "tile_n": 16, "tile_k": 16, "warps": 3}, "warps must be"),
+        (config.TritonConfig, {"tile_m": 16, "tile_n": 16, "tile_k": 16, "split": 0}, "split must be at least 1"),
+        (config.MosaicConfig, {"tile_m": 64}, "tile_m must be 128 or 256"),
+        (config.MosaicConfig, {"cluster": "k"}, "cluster must be None, 'm' or 'n'"),
+        (config.MosaicConfig, {"stages": 1}, "stages must lie between 2 and 8"),
+    )
+    def test_a_configuration_that_cannot_be_is_refused(self, kind, settings, message):
+        with self.assertRaisesRegex(ValueError, message):
+            kind(**settings)
+
+    def test_a_configuration_too_large_for_shared_memory_is_refused(self):
+        ones = jnp.ones((128, 128), jnp.bfloat16)
+        with self.assertRaisesRegex(ValueError, "bytes of shared memory"):
+            kernels.matmul(
+                ones, ones, None, transpose_a=False, transpose_b=False, precision="16bit", out_dtype=jnp.bfloat16,
+                config=kernels.MosaicConfig(stages=8), interpret=True,
+            )  # fmt: skip
+
+    @parameterized.parameters(
+        ((5, 3), "bfloat16", (5, 8)),
+        ((9, 60), "bfloat16", (16, 64)),
+        ((8, 64), "bfloat16", (8, 64)),
+        ((16, 72), "bfloat16", (16, 128)),
+        ((1, 33), "float32", (1, 64)),
+    )
+    def test_what_arrays_are_padded_to(self, shape, dtype, padded):
+        self.assertEqual(config.padded_shape(shape, dtype), padded)
+
+
+class SplitTest(parameterized.TestCase):
+    """float32 as three bfloat16 numbers."""
+
+    def test_pieces_add_up_exactly(self):
+        rng = np.random.default_rng(0)
+        bits = rng.integers(0, 2**32, 1 << 16, dtype=np.uint32)
+        x = bits.view(np.float32)
+        x = x[np.isfinite(x) & (np.abs(x) > 2.0**-100)]
+        x = np.concatenate([x, np.float32([0.0, -0.0, 1.0, np.finfo(np.float32).max, -np.finfo(np.float32).max])])
+        pieces = [np.asarray(p) for p in mosaic.split(jnp.asarray(x)[None])]
+        self.assertTrue(all(p.dtype == jnp.bfloat16 for p in pieces))
+        np.testing.assert_array_equal(sum(p.astype(np.float64) for p in pieces)[0], x.astype(np.float64))
+        for piece in pieces:  # toward zero: none is larger than what it is a part of
+            self.assertTrue(np.all(np.abs(piece[0].astype(np.float64)) <= np.abs(x)))
+
+    def test_what_is_not_finite_is_all_in_the_first(self):
+        x = np.array([np.inf, -np.inf, np.nan, 0.0], np.float32)
+        x[3] = np.uint32(0x7F800001).view(np.float32)  # a NaN whose upper 16 bits are those of inf
+        first, second, third = (np.asarray(p, np.float32)[0] for p in mosaic.split(jnp.asarray(x)[None]))
+        np.testing.assert_array_equal(first[:2], x[:2])
+        self.assertTrue(np.all(np.isnan(first[2:])))
+        self.assertFalse(np.any(second) or np.any(third))
+
+
+class HopperKernelTest(parameterized.TestCase):
+    """The parts of the Hopper kernel's configuration that the table does not use together; small tiles where it is
+    interpreted."""
+
+    @parameterized.named_parameters(
+        ("cluster_along_m", {"cluster": "m"}, "bfloat16", (300, 200, 104)),
+        ("cluster_along_n_products_in_flight", {"cluster": "n", "in_flight": 1}, "bfloat16", (300, 200, 104)),
+        ("float32_products_in_flight", {"cluster": "m", "in_flight": 1, "fold": 2}, "float32", (130, 68, 101)),
+    )
+    def test_against_float64(self, settings, dtype, sizes):
+        if helpers.on_gpu() and jax.devices()[0].compute_capability != "9.0":
+            self.skipTest("needs a Hopper GPU")
+        M, N, K = sizes
+        rng = np.random.default_rng(0)
+        a, b, bias = (rng.normal(size=s).astype(jnp.dtype(dtype)) for s in ((M, K), (K, N), (N,)))
+        got = kernels.matmul(
+            jnp.asarray(a),
+            jnp.asarray(b),
+            jnp.asarray(bias),
+            transpose_a=False,
+            transpose_b=False,
+            precision="fp32" if dtype == "float32" else "16bit",
+            out_dtype=jnp.dtype(jnp.float32),
+            config=kernels.MosaicConfig(tile_m=128, tile_n=64, tile_k=32, stages=2, **settings),
+            interpret=not helpers.on_gpu(),
+        )
+        want = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
+        helpers.assert_close(got, want, rms=2e-6)
+
+
+if __name__ == "__main__":
+    absltest.main()
