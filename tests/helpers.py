@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("recurrent", "xla", "pallas_triton")
 
 # shard_map wants more than one device; where JAX has started already, it has to make do with one.
 with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 @functools.cache
