@@ -1,18 +1,20 @@
 """Kimi Delta Attention on sequences that are split over devices along time.
 
-What a segment of a sequence does to the state that enters it is an affine map, S -> D S + E: E is the state after the
-segment from zeros, and D, column by column, the state after it from the unit columns with all values at zero. So every
-device first finds (D, E) of its own segment, all devices exchange them, each composes those of the segments before its
-own into the state that enters it, and runs its segment from there.
+All that a segment of a sequence makes of the state S that enters it is affine in S:
 
-The gradient of the loss in the state takes the way back by the transposed maps: with c_i what a segment's own outputs
-ask of the state that enters it, dS_i = D_i^T dS_{i+1} + c_i.
+    o_t = o0_t + S^T r_t        the state after it = E + D S
+
+o0 and E are what the operator gives from a state of zeros; r_t and D what it gives from the identity as a state (of
+value dim K) with all values at zero. So every device runs the operator twice on its own segment, all devices exchange
+(D, E), and each composes those of the segments before its own into the state that enters it.
+
+The gradient of the loss in the states takes the way back by the transposed maps: with c_i = sum_t r_t do_t^T what a
+segment's own outputs ask of the state that enters it, dS_i = D_i^T dS_{i+1} + c_i.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -57,9 +59,9 @@ def kda(
       `(o, final_state)`: o of this device's segment; the state after the last segment, the same on all devices of the
       axis, or None. Both are differentiable as those of `dormouse_jax.kda`, in reverse mode.
 
-    A forward runs the operator three times (once for each of D and E, of value dims K and V), a backward its backward
-    once and the part of it that concerns the state once more. Exchanged are [HV, K, K + V] float32 numbers a sequence
-    and device forward, and as many backward.
+    A forward costs that of the operator twice, with value dims V and K, and a product of `[T, K]` and `[K, V]` a head.
+    A backward costs that of the operator once and as large a product; it keeps the inputs and the r_t, `[B, T, HV, K]`
+    in q's dtype. Each device sends `[B, HV, K, K + V]` float32 numbers in a forward, `[B, HV, K, V]` in a backward.
 
     Raises: as `dormouse_jax.kda`.
     """
@@ -92,67 +94,57 @@ class _Call:
         assert final_state is not None
         return o, final_state
 
-    def last_to_all(self, state: jax.Array) -> jax.Array | None:
-        """The last device's state on all of them, if it is wanted."""
-        if not self.output_final_state:
-            return None
-        last = lax.axis_index(self.axis_name) == lax.axis_size(self.axis_name) - 1
-        return lax.psum(jnp.where(last, state, 0.0), self.axis_name)
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Of operands in the dtype of `a`, bfloat16 ones on tensor cores, accumulated in float32 or wider."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    if a.dtype == jnp.bfloat16:
+        b, precision = b.astype(a.dtype), lax.DotAlgorithmPreset.BF16_BF16_F32
+    else:
+        a, b, precision = a.astype(wide), b.astype(wide), lax.Precision.HIGHEST
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=wide)
 
 
-def _entering(call: _Call, x: dict[str, Any], initial_state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The state that enters this device's segment, and the D of every segment, [devices, B, HV, K, K]."""
-    _, E = call.kda(x, None)
+def _run_fwd(call: _Call, x: dict[str, Any], initial_state: jax.Array | None):
+    o, E = call.kda(x, None)
     K = x["q"].shape[-1]
     identity = jnp.broadcast_to(jnp.eye(K, dtype=E.dtype), (*E.shape[:2], K, K))
-    without_values = x | {"v": jnp.zeros((*x["v"].shape[:-1], K), x["v"].dtype)}
-    _, D = call.kda(without_values, identity)
+    r, D = call.kda(x | {"v": jnp.zeros((*x["v"].shape[:-1], K), x["v"].dtype)}, identity)
     D, E = lax.all_gather((D, E), call.axis_name)
-    state = jnp.zeros(E.shape[1:], E.dtype) if initial_state is None else initial_state.astype(E.dtype)
-    index = lax.axis_index(call.axis_name)
+    index, devices = lax.axis_index(call.axis_name), lax.axis_size(call.axis_name)
 
     def after(i, S):
-        return jnp.where(i < index, _product("bhij,bhjv->bhiv", D[i], S) + E[i], S)
+        return _product("bhij,bhjv->bhiv", D[i], S) + E[i]
 
-    return lax.fori_loop(0, D.shape[0], after, state), D
-
-
-def _product(subscripts: str, D: jax.Array, S: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, D, S, precision=lax.Precision.HIGHEST)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: _Call, x: dict[str, Any], initial_state: jax.Array | None):
-    state, _ = _entering(call, x, initial_state)
-    o, final_state = call.kda(x, state)
-    return o, call.last_to_all(final_state)
+    first = jnp.zeros(E.shape[1:], E.dtype) if initial_state is None else initial_state.astype(E.dtype)
+    state = lax.fori_loop(0, devices, lambda i, S: jnp.where(i < index, after(i, S), S), first)
+    final_state = lax.fori_loop(0, devices, after, first) if call.output_final_state else None
+    # Heads first: XLA on a CPU has no bfloat16 products of the other order.
+    passed_on = jnp.swapaxes(_product("bhtk,bhkv->bhtv", jnp.swapaxes(r, 1, 2), state), 1, 2)
+    o = (o.astype(E.dtype) + passed_on).astype(o.dtype)
+    # The operator's own backward, with what it was traced with. Of its forward nothing is needed: jitted, none runs.
+    _, pull = jax.vjp(call.kda, x, state)
+    return (o, final_state), (pull, D, r, initial_state)
 
 
-def _run_fwd(call, x, initial_state):
-    state, D = _entering(call, x, initial_state)
-    # The operator's own backward, with what it was traced with.
-    (o, final_state), pull = jax.vjp(call.kda, x, state)
-    like = None if initial_state is None else jnp.zeros_like(initial_state)
-    return (o, call.last_to_all(final_state)), (pull, D, final_state, like)
-
-
-def _run_bwd(call, kept, cotangents):
-    pull, D, final_state, like = kept
+def _run_bwd(call: _Call, kept, cotangents):
+    pull, D, r, initial_state = kept
     do, dfinal_state = cotangents
-    zero = jnp.zeros_like(final_state)
+    index, devices = lax.axis_index(call.axis_name), lax.axis_size(call.axis_name)
+    own = _product("bthk,bthv->bhkv", r, do)
     # Every device returned the same final state: the loss depends on it through all of them.
-    dstate = zero if dfinal_state is None else lax.psum(dfinal_state, call.axis_name)
-    _, own = pull((do, zero))
-    own, index = lax.all_gather(own, call.axis_name), lax.axis_index(call.axis_name)
+    last = jnp.zeros_like(own) if dfinal_state is None else lax.psum(dfinal_state, call.axis_name)
+    own = lax.all_gather(own, call.axis_name)
 
     def before(n, dS):
-        i = D.shape[0] - 1 - n
+        i = devices - 1 - n
         return jnp.where(i > index, _product("bhji,bhjv->bhiv", D[i], dS) + own[i], dS)
 
-    dx, dentering = pull((do, lax.fori_loop(0, D.shape[0], before, dstate)))
-    if like is None:
+    dx, dstate = pull((do, lax.fori_loop(0, devices, before, last)))
+    if initial_state is None:
         return dx, None
-    return dx, jnp.where(index == 0, dentering, 0.0).astype(like.dtype)
+    return dx, jnp.where(index == 0, dstate, 0.0).astype(initial_state.dtype)
 
 
+_run = jax.custom_vjp(lambda *arguments: _run_fwd(*arguments)[0], nondiff_argnums=(0,))
 _run.defvjp(_run_fwd, _run_bwd)
