@@ -1,4 +1,5 @@
-"""The arguments of `kda` and `gdn2`: what a call may give, and the checks of all that can be known without values."""
+"""The arguments of `kda`, `gdn2` and `kda_step`: what a call may give, and the checks of all that can be known without
+values."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ MAX_DIM = 256
 
 
 class Arguments(NamedTuple):
-    """The arrays of a call, in the dtypes and layouts that implementations take. None: not given."""
+    """The arrays of a call, in the dtypes and layouts that implementations take. None: not given. No T in `kda_step`."""
 
     q: Any  # [B, T, H, K]
     k: Any  # [B, T, H, K]
@@ -52,7 +53,7 @@ def validate(operator: str, given: dict[str, Any], options: Options) -> tuple[Ar
     """Checks everything about a call that can be known without values.
 
     Args:
-      operator: "kda" or "gdn2", which every error names.
+      operator: "kda", "gdn2" or "kda_step", which every error names.
       given: the array arguments by the names of the public function; A_log, dt_bias and initial_state may be None.
       options: as given.
     """
@@ -65,12 +66,12 @@ def validate(operator: str, given: dict[str, Any], options: Options) -> tuple[Ar
     _require_gate(operator, arrays, options)
     _require_dtypes(operator, arrays, options.implementation)
 
-    arrays |= {"erase": arrays.pop("beta")} if operator == "kda" else {}
-    state = arrays["initial_state"]
+    arrays |= {"erase": arrays.pop("beta")} if "beta" in arrays else {}
+    state = arrays.pop("state" if operator == "kda_step" else "initial_state")
     if state is not None:
         state = state.astype(jnp.promote_types(arrays["q"].dtype, jnp.float32))
-        arrays["initial_state"] = jnp.swapaxes(state, -1, -2) if options.state_v_first else state
-    return Arguments(**arrays), options
+        state = jnp.swapaxes(state, -1, -2) if options.state_v_first else state
+    return Arguments(**arrays, initial_state=state), options
 
 
 def _require_shapes(operator: str, arrays: dict[str, jax.Array | None], state_v_first: bool) -> int:
@@ -82,29 +83,32 @@ def _require_shapes(operator: str, arrays: dict[str, jax.Array | None], state_v_
             check.require_shape(operator, name, x, axes, shape)
         return () if x is None else x.shape
 
-    B, T, H, K = require("q", "[B, T, H, K]", "B", "T", "H", "K")
-    require("k", "[B, T, H, K]", B, T, H, K)
-    HV, V = require("v", "[B, T, HV, V]", B, T, "HV", "V")[2:]
-    if T < 1:
-        raise ValueError(f"{operator}: T must be at least 1, got q of shape {[B, T, H, K]}")
+    times = () if operator == "kda_step" else ("T",)
+    head = ", ".join(("[B", *times))
+    B, *times, H, K = require("q", f"{head}, H, K]", "B", *times, "H", "K")
+    require("k", f"{head}, H, K]", B, *times, H, K)
+    HV, V = require("v", f"{head}, HV, V]", B, *times, "HV", "V")[-2:]
+    if 0 in times:
+        raise ValueError(f"{operator}: T must be at least 1, got q of shape {[B, *times, H, K]}")
     if H < 1 or HV < 1 or HV % H:
         raise ValueError(
             f"{operator}: HV must be a multiple of H, got v with HV = {HV} and q with H = {H}, "
-            f"of shapes {[B, T, HV, V]} and {[B, T, H, K]}"
+            f"of shapes {[B, *times, HV, V]} and {[B, *times, H, K]}"
         )
     for name, axis, size in (("q", "K", K), ("v", "V", V)):
         if not 1 <= size <= MAX_DIM:
             raise ValueError(f"{operator}: {axis}, the last axis of {name}, must be from 1 to {MAX_DIM}, got {size}")
-    require("g", "[B, T, HV, K]", B, T, HV, K)
-    require("beta", "[B, T, HV]", B, T, HV)
-    require("erase", "[B, T, HV, K]", B, T, HV, K)
-    require("write", "[B, T, HV, V]", B, T, HV, V)
+    require("g", f"{head}, HV, K]", B, *times, HV, K)
+    require("beta", f"{head}, HV]", B, *times, HV)
+    require("erase", f"{head}, HV, K]", B, *times, HV, K)
+    require("write", f"{head}, HV, V]", B, *times, HV, V)
     require("A_log", "[HV]", HV)
     require("dt_bias", "[HV * K]", HV * K)
-    if state_v_first:
-        require("initial_state", "[B, HV, V, K]", B, HV, V, K)
-    else:
-        require("initial_state", "[B, HV, K, V]", B, HV, K, V)
+    for name in ("state", "initial_state"):
+        if state_v_first:
+            require(name, "[B, HV, V, K]", B, HV, V, K)
+        else:
+            require(name, "[B, HV, K, V]", B, HV, K, V)
     return K
 
 

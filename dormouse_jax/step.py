@@ -1,23 +1,21 @@
 """One token of Kimi Delta Attention: the public operator `kda_step`, for decoding.
 
-In this order: the public function, validation, dispatch, forward, backward, and the `custom_vjp` that joins them.
+In this order: the public function, dispatch, forward, backward, and the `custom_vjp` that joins them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dormouse_jax import gates
-from dormouse_jax import validation as check
 from dormouse_jax.dispatch import device_of, interpreting, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
-from dormouse_jax.kda_arguments import IMPLEMENTATIONS, MAX_DIM
+from dormouse_jax.kda_arguments import Arguments, Options, validate
 from dormouse_jax.reference import recurrent
 
 
@@ -78,116 +76,26 @@ def kda_step(
 
     All arithmetic is in float32. Source as for `kda`.
     """
-    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "state": state}
-    options = _Options(
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "state": state}
+    options = Options(
         scale=scale,
-        l2norm=bool(use_qk_l2norm_in_kernel),
-        gate=bool(use_gate_in_kernel),
-        beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
-        neg_eigval=bool(allow_neg_eigval),
+        l2norm=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel,
+        beta_sigmoid=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
         lower_bound=lower_bound,
-        state_v_first=bool(state_v_first),
+        state_v_first=state_v_first,
         implementation=implementation,
     )
-    arrays, options = _validate(inputs, options)
-    if arrays["q"].shape[0] == 0:
+    x, options = validate("kda_step", given, options)
+    if x.q.shape[0] == 0:
         # Nothing to compute, and kernels need a grid.
-        return jnp.zeros(arrays["v"].shape, arrays["q"].dtype), state
-    plan = _plan(arrays, options)
-    run = _with_backward if plan.implementation == "pallas_triton" else _forward
-    o, state = run(plan, *arrays.values())
-    return o, jnp.swapaxes(state, -1, -2) if state_v_first else state
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options of a call: as given, and after validation with their defaults filled in."""
-
-    scale: Any
-    l2norm: bool
-    gate: bool
-    beta_sigmoid: bool
-    neg_eigval: bool
-    lower_bound: Any
-    state_v_first: bool
-    implementation: str | None
-
-
-# Validation
-
-
-def _validate(inputs: dict[str, Any], options: _Options) -> tuple[dict[str, Any], _Options]:
-    """Checks everything that can be known without values; returns the arrays in the dtypes that implementations take,
-    and the options with their defaults filled in."""
-    optional = ("A_log", "dt_bias")
-    arrays: dict[str, Any] = {
-        name: None if x is None and name in optional else check.as_array("kda_step", name, x)
-        for name, x in inputs.items()
-    }
-    q, v, state = arrays["q"], arrays["v"], arrays["state"]
-    check.require_shape("kda_step", "q", q, "[B, H, K]", ("B", "H", "K"))
-    B, H, K = q.shape
-    check.require_shape("kda_step", "k", arrays["k"], "[B, H, K]", (B, H, K))
-    check.require_shape("kda_step", "v", v, "[B, HV, V]", (B, "HV", "V"))
-    HV, V = v.shape[1:]
-    if H < 1 or HV < 1 or HV % H:
-        raise ValueError(
-            f"kda_step: HV must be a multiple of H, got v with HV = {HV} and q with H = {H}, "
-            f"of shapes {list(v.shape)} and {list(q.shape)}"
-        )
-    for name, axis, size in (("q", "K", K), ("v", "V", V)):
-        if not 1 <= size <= MAX_DIM:
-            raise ValueError(f"kda_step: {axis}, the last axis of {name}, must be from 1 to {MAX_DIM}, got {size}")
-    check.require_shape("kda_step", "g", arrays["g"], "[B, HV, K]", (B, HV, K))
-    check.require_shape("kda_step", "beta", arrays["beta"], "[B, HV]", (B, HV))
-    for name, axes, size in (("A_log", "[HV]", HV), ("dt_bias", "[HV * K]", HV * K)):
-        if arrays[name] is not None:
-            check.require_shape("kda_step", name, arrays[name], axes, (size,))
-    if options.state_v_first:
-        check.require_shape("kda_step", "state", state, "[B, HV, V, K]", (B, HV, V, K))
+        o, state = jnp.zeros(x.v.shape, x.q.dtype), x.initial_state
     else:
-        check.require_shape("kda_step", "state", state, "[B, HV, K, V]", (B, HV, K, V))
-
-    options = _validate_options(arrays, options)
-    floats = ("float32", "bfloat16", "float16") + (("float64",) if options.implementation == "recurrent" else ())
-    check.require_dtype("kda_step", "q", q, floats)
-    for name in ("k", "v"):
-        if arrays[name].dtype != q.dtype:
-            raise TypeError(f"kda_step: {name} must have q's dtype {q.dtype}, got {arrays[name].dtype}")
-    for name, x in arrays.items():
-        if x is not None:
-            check.require_dtype("kda_step", name, x, floats if q.dtype == "float64" else floats[:3])
-    state = state.astype(jnp.promote_types(q.dtype, jnp.float32))
-    arrays["state"] = jnp.swapaxes(state, -1, -2) if options.state_v_first else state
-    return arrays, options
-
-
-def _validate_options(arrays: dict[str, Any], options: _Options) -> _Options:
-    check.require_choice("kda_step", "implementation", options.implementation, (None, *IMPLEMENTATIONS))
-    if arrays["q"].dtype == "float64" and options.implementation not in (None, "recurrent"):
-        raise NotImplementedError(
-            f"kda_step: implementation={options.implementation!r} cannot serve this call: "
-            "only 'recurrent' takes float64"
-        )
-    if options.neg_eigval and not options.beta_sigmoid:
-        raise ValueError("kda_step: allow_neg_eigval must be False without use_beta_sigmoid_in_kernel=True, got True")
-    bound = options.lower_bound
-    if bound is not None:
-        bound = check.as_float("kda_step", "lower_bound", bound)
-        if not (math.isfinite(bound) and bound < 0):
-            raise ValueError(f"kda_step: lower_bound must be a finite number below 0, got {bound}")
-    given = {"A_log": arrays["A_log"], "dt_bias": arrays["dt_bias"], "lower_bound": bound}
-    if options.gate and arrays["A_log"] is None and bound is None:
-        raise ValueError(
-            "kda_step: A_log must be given with use_gate_in_kernel=True where there is no lower_bound, got None"
-        )
-    for name, x in given.items():
-        if x is not None and not options.gate:
-            got = x if name == "lower_bound" else f"an array of shape {list(x.shape)}"
-            raise ValueError(f"kda_step: {name} must be None without use_gate_in_kernel=True, got {got}")
-    K = arrays["q"].shape[-1]
-    scale = K**-0.5 if options.scale is None else check.as_float("kda_step", "scale", options.scale)
-    return dataclasses.replace(options, scale=scale, lower_bound=bound)
+        plan = _plan(x, options)
+        run = _with_backward if plan.implementation == "pallas_triton" else _forward
+        o, state = run(plan, x)
+    return o, jnp.swapaxes(state, -1, -2) if options.state_v_first else state
 
 
 # Dispatch
@@ -199,15 +107,15 @@ class _Plan:
 
     implementation: str  # "pallas_triton", "xla" or "recurrent"
     config: Any
-    options: _Options
+    options: Options
     interpret: bool
     passed_over: tuple[tuple[str, str], ...]
 
 
-def _plan(arrays: dict[str, Any], options: _Options) -> _Plan:
+def _plan(x: Arguments, options: Options) -> _Plan:
     """Chooses the implementation: the one asked for, or else the best that can serve the call."""
     asked = options.implementation
-    device, interpret = device_of(*(x for x in arrays.values() if x is not None)), interpreting()
+    device, interpret = device_of(*(array for array in x if array is not None)), interpreting()
     if asked == "pallas_mosaic":
         raise NotImplementedError(
             "kda_step: implementation='pallas_mosaic' cannot serve this call: there is no Mosaic GPU kernel of it yet"
@@ -217,7 +125,7 @@ def _plan(arrays: dict[str, Any], options: _Options) -> _Plan:
     try:
         require_triton(device, interpret)
         try:
-            config = _kernels().choose_step_config(K=arrays["q"].shape[-1], V=arrays["v"].shape[-1])
+            config = _kernels().choose_step_config(K=x.q.shape[-1], V=x.v.shape[-1])
         except ImportError as reason:
             raise NotImplementedError(str(reason)) from reason
         return _Plan("pallas_triton", config, options, interpret, ())
@@ -241,12 +149,18 @@ def _kernels() -> Any:
 def _jitted(plan: _Plan):
     """The forward of a plan, jitted under a name from which `explain` knows the plan."""
 
-    def run(*arrays):
+    def run(x):
         if plan.implementation != "pallas_triton":
-            return _jnp(plan.options, *arrays)
+            return _jnp(plan.options, x)
         options, kernels = plan.options, _kernels()
         raw = kernels.Raw(options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval)
-        return kernels.step(*arrays, scale=options.scale, raw=raw, config=plan.config, interpret=plan.interpret)
+        return kernels.step(
+            *(x.q, x.k, x.v, x.g, x.erase, x.A_log, x.dt_bias, x.initial_state),
+            scale=options.scale,
+            raw=raw,
+            config=plan.config,
+            interpret=plan.interpret,
+        )
 
     run.__name__ = run.__qualname__ = record(
         OperatorCall("kda_step", "forward", plan.implementation, "fp32", plan.interpret, plan.config, plan.passed_over)
@@ -257,30 +171,31 @@ def _jitted(plan: _Plan):
 # Forward
 
 
-def _jnp(options, q, k, v, g, beta, A_log, dt_bias, state):
+def _jnp(options: Options, x: Arguments) -> tuple[jax.Array, jax.Array]:
+    q, k, v, g, beta = x.q, x.k, x.v, x.g, x.erase
     if options.l2norm:
         q, k = gates.l2_normalize(q), gates.l2_normalize(k)
     if options.gate:
-        g = gates.log_decay(g, A_log, dt_bias, options.lower_bound)
+        g = gates.log_decay(g, x.A_log, x.dt_bias, options.lower_bound)
     if options.beta_sigmoid:
         beta = gates.beta_sigmoid(beta, options.neg_eigval)
-    return recurrent.step(q, k, v, g, beta[..., None], beta[..., None], state, scale=options.scale)
+    return recurrent.step(q, k, v, g, beta[..., None], beta[..., None], x.initial_state, scale=options.scale)
 
 
-def _forward(plan, *inputs):
-    return _jitted(plan)(*inputs)
+def _forward(plan: _Plan, x: Arguments) -> tuple[jax.Array, jax.Array]:
+    return _jitted(plan)(x)
 
 
 # Backward
 
 
-def _backward(plan, inputs, cotangents):
+def _backward(plan: _Plan, x: Arguments, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Arguments]:
     """Of one token: nothing to keep but the inputs, and plain jnp is bound by the same reads of the state."""
-    _, pull = jax.vjp(functools.partial(_jnp, plan.options), *inputs)
+    _, pull = jax.vjp(functools.partial(_jnp, plan.options), x)
     return pull(cotangents)
 
 
 # The two joined
 
 _with_backward = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_with_backward.defvjp(lambda plan, *inputs: (_forward(plan, *inputs), inputs), _backward)
+_with_backward.defvjp(lambda plan, x: (_forward(plan, x), x), _backward)
