@@ -18,7 +18,7 @@ MAX_DIM = 256
 
 
 class Arguments(NamedTuple):
-    """The arrays of a call, in the dtypes and layouts that implementations take. None: not given. No T in `kda_step`."""
+    """The arrays of a call, in the dtypes and layouts that implementations take. None: not given; no T: `kda_step`."""
 
     q: Any  # [B, T, H, K]
     k: Any  # [B, T, H, K]
