@@ -201,7 +201,7 @@ def _delta_rule(operator: str, given: dict[str, Any], options: Options):
         final_state = jnp.zeros((0, HV, K, V), jnp.promote_types(x.q.dtype, jnp.float32))
     else:
         plan = _plan(operator, options, x)
-        if plan.implementation != "pallas_triton":
+        if plan.raw is None:
             x = _computed(x, options)
         run = _by_autodiff if plan.implementation == "recurrent" else _with_backward
         o, final_state = run(plan, x)
@@ -240,6 +240,7 @@ class _Plan:
     operator: str
     implementation: str  # "pallas_triton", "xla" or "recurrent"
     config: Any
+    raw: Any  # which inputs the kernels take raw; None where they are computed before the call
     scale: float
     precision: str
     residuals: str
@@ -256,12 +257,13 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     sizes |= {"precision": options.precision, "chunk_size": options.chunk_size}
     asked = options.implementation
 
-    def plan(implementation, config, passed_over=()):
+    def plan(implementation, config, passed_over=(), raw=None):
         interpreted = interpret and implementation.startswith("pallas")
         return _Plan(
             operator,
             implementation,
             config,
+            raw,
             options.scale,
             options.precision,
             options.residuals,
@@ -282,9 +284,11 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     passed_over = [("pallas_triton", "implementation='xla' was asked for")]
     if asked != "xla":
         try:
-            if options.gate or options.beta_sigmoid or options.l2norm:
-                raise NotImplementedError("the kernels take no raw gates, beta, queries or keys yet")
-            return plan("pallas_triton", _triton_config(device, interpret, sizes))
+            config = _triton_config(device, interpret, sizes)
+            raw = _triton_kernels().Raw(
+                options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval
+            )
+            return plan("pallas_triton", config, raw=raw)
         except NotImplementedError as reason:
             if asked is not None:
                 raise NotImplementedError(
@@ -363,12 +367,7 @@ def _forward_kernels(plan, x, save):
         o, final_state, residuals = chunked.forward(*_operands(x), scale=plan.scale, config=plan.config, save=save)
     else:
         o, final_state, residuals = _triton_kernels().forward(
-            *_operands(x),
-            scale=plan.scale,
-            precision=plan.precision,
-            config=plan.config,
-            interpret=plan.interpret,
-            save=save,
+            *_operands(x), A_log=x.A_log, dt_bias=x.dt_bias, save=save, **_of_kernels(plan)
         )
     # A state that nobody wants is left out here, so that its gradient is None in the backward, not an array of zeros.
     return o, final_state if plan.final_state else None, residuals
@@ -377,15 +376,22 @@ def _forward_kernels(plan, x, save):
 # Backward
 
 
-def _backward(plan, x, residuals, do, dfinal_state):
+def _backward(plan, x, residuals, o, do, dfinal_state):
     arrays = (*_operands(x), residuals, do, dfinal_state)
     if plan.implementation == "xla":
-        grads = chunked.backward(*arrays, scale=plan.scale, config=plan.config)
-    else:
-        grads = _triton_kernels().backward(
-            *arrays, scale=plan.scale, precision=plan.precision, config=plan.config, interpret=plan.interpret
-        )
-    return Arguments(*grads[:6], initial_state=grads[6])
+        *grads, dstate = chunked.backward(*arrays, scale=plan.scale, config=plan.config)
+        return Arguments(*grads, initial_state=dstate)
+    return Arguments(*_triton_kernels().backward(*arrays, A_log=x.A_log, dt_bias=x.dt_bias, o=o, **_of_kernels(plan)))
+
+
+def _of_kernels(plan: _Plan) -> dict[str, Any]:
+    return {
+        "raw": plan.raw,
+        "scale": plan.scale,
+        "precision": plan.precision,
+        "config": plan.config,
+        "interpret": plan.interpret,
+    }
 
 
 # The two joined
@@ -399,12 +405,12 @@ def _with_backward(plan: _Plan, x: Arguments):
 def _with_backward_fwd(plan, x):
     phase = "forward with residuals" if plan.residuals == "save" else "forward"
     o, final_state, residuals = _jitted(_forward_with_residuals, plan, phase)(x)
-    return (o, final_state), (x, residuals)
+    # The gradients of raw queries and keys are formed with the help of o.
+    return (o, final_state), (x, residuals, o if plan.raw is not None and plan.raw.l2norm else None)
 
 
 def _with_backward_bwd(plan, kept, cotangents):
-    x, residuals = kept
-    return (_jitted(_backward, plan, "backward")(x, residuals, *cotangents),)
+    return (_jitted(_backward, plan, "backward")(*kept, *cotangents),)
 
 
 _with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)

@@ -98,14 +98,14 @@ def load_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int 
       rows: (first row, number of rows, rows of the array, or None where the tile cannot stick out).
       cols: the same for columns.
     """
-    mask = _mask(rows, cols)
+    mask = inside(rows, cols)
     view = ref.at[_span(rows), _span(cols)]
     return pltr.load(view) if mask is None else pltr.load(view, mask=mask, other=0.0)
 
 
 def store_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None], value: jax.Array) -> None:
     """Stores a 2D tile, leaving out what lies outside the array. Arguments as in `load_tile`."""
-    pltr.store(ref.at[_span(rows), _span(cols)], value.astype(ref.dtype), mask=_mask(rows, cols))
+    pltr.store(ref.at[_span(rows), _span(cols)], value.astype(ref.dtype), mask=inside(rows, cols))
 
 
 def gather_tile(ref, rows: jax.Array, cols: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -141,6 +141,32 @@ def exp(x: jax.Array, interpret: bool) -> jax.Array:
     )[0]
 
 
+def fma(a: jax.Array, b: Any, c: Any, interpret: bool) -> jax.Array:
+    """a * b + c in float32 by one instruction, which the backend does not make of a product and a sum."""
+    if interpret:
+        return a * b + c
+    return pltr.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[a, *(jnp.broadcast_to(jnp.asarray(x, jnp.float32), a.shape) for x in (b, c))],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
+    )[0]
+
+
+def reciprocal(x: jax.Array, interpret: bool) -> jax.Array:
+    """1 / x in float32, to 2^-23 relative, by one special-function instruction; 0 for infinite x."""
+    if interpret:
+        return 1.0 / x
+    return pltr.elementwise_inline_asm(
+        "rcp.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )[0]
+
+
 def barrier(interpret: bool) -> None:
     """Makes a program's earlier stores visible to its later loads, whichever of its threads made them."""
     if not interpret:
@@ -153,13 +179,14 @@ def _span(axis):
     return pl.ds(jnp.asarray(axis[0], jnp.int32), axis[1])
 
 
-def _mask(rows, cols):
+def inside(rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None]) -> jax.Array | None:
+    """Where a tile lies inside its array; None where it cannot stick out. Arguments as in `load_tile`."""
     mask = None
     if rows[2] is not None:
         mask = jnp.broadcast_to((rows[0] + jnp.arange(rows[1]) < rows[2])[:, None], (rows[1], cols[1]))
     if cols[2] is not None:
-        inside = jnp.broadcast_to((cols[0] + jnp.arange(cols[1]) < cols[2])[None, :], (rows[1], cols[1]))
-        mask = inside if mask is None else mask & inside
+        in_cols = jnp.broadcast_to((cols[0] + jnp.arange(cols[1]) < cols[2])[None, :], (rows[1], cols[1]))
+        mask = in_cols if mask is None else mask & in_cols
     return mask
 
 

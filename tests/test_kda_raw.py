@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 import dormouse_jax
 from dormouse_jax import gates
 from tests import helpers
-from tests.helpers import OPERATORS, Shape
+from tests.helpers import IMPLEMENTATIONS, OPERATORS, Shape
 
 SMALL_CHUNKS = {} if helpers.on_gpu() else {"chunk_size": 16}
 SMALL = Shape(B=2, T=39, H=1, HV=2, K=20, V=24)
@@ -36,7 +36,7 @@ def for_operator(operator, names):
 def each(*, interpreted=(), **axes):
     """Named parameters for the product of `axes` and the implementations; of the kernels only what `interpreted` lists
     where they are interpreted, for they compile slowly."""
-    axes = axes | {"implementation": ("recurrent", "xla")}
+    axes = axes | {"implementation": IMPLEMENTATIONS}
     cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     named = {"_".join(str(value) for value in case.values()): case for case in cases}
     return parameterized.named_parameters(

@@ -2,7 +2,7 @@
 backend.
 
 Arrays as in `dormouse_jax.kda`; KDA passes beta [B, T, HV] as `erase` and None as `write`, the general rule erase [B,
-T, HV, K] and write [B, T, HV, V].
+T, HV, K] and write [B, T, HV, V]. What `raw` says comes raw is made up in the kernels.
 """
 
 from __future__ import annotations
@@ -14,55 +14,52 @@ import jax
 from pallas_kernels.kda import backward as _backward
 from pallas_kernels.kda import forward as _forward
 from pallas_kernels.kda.config import KdaConfig, choose_config
+from pallas_kernels.kda.raw import NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Sizes
 
-__all__ = ["KdaConfig", "Residuals", "backward", "choose_config", "forward", "forward_intermediates"]
+__all__ = ["KdaConfig", "Raw", "Residuals", "backward", "choose_config", "forward", "forward_intermediates"]
 
 
 class Residuals(NamedTuple):
-    """What the forward leaves for the backward: the [C, C] matrices P and M of every chunk, and under residuals="save"
-    all the rest (None otherwise)."""
+    """What the forward leaves for the backward: the [C, C] matrices P and M of every chunk with the norms of raw
+    queries and keys, and under residuals="save" all the rest (None otherwise)."""
 
-    matrices: tuple[jax.Array, jax.Array]
+    matrices: tuple[jax.Array, jax.Array, jax.Array | None]
     saved: tuple[_forward.Prepared, _forward.States, jax.Array | None] | None
 
 
 def forward(
-    q,
-    k,
-    v,
-    g,
-    erase,
-    write,
-    initial_state,
-    *,
-    scale: float,
-    precision: str,
-    config: KdaConfig,
-    interpret: bool,
-    save: bool = False,
-):
+    q, k, v, g, erase, write, initial_state,
+    *, scale: float, precision: str, config: KdaConfig, interpret: bool, save: bool = False,
+    raw: Raw = NOTHING_RAW, A_log: jax.Array | None = None, dt_bias: jax.Array | None = None,
+):  # fmt: skip
     """Returns o [B, T, HV, V] in q's dtype, final_state [B, HV, K, V] in float32, and Residuals: all with save=True."""
     common = {"precision": precision, "config": config, "interpret": interpret}
-    prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
+    prepared, _ = _forward.prepare(q, k, v, g, erase, write, A_log, dt_bias, scale=scale, raw=raw, **common)
     maps = _forward.segment_maps(prepared, q, v, erase, **common)
     o, final, states = _forward.run_states(prepared, maps, initial_state, q, v, erase, save=save, **common)
     saved = (prepared, states, maps) if states is not None else None
-    return o, final, Residuals((prepared.P, prepared.M), saved)
+    return o, final, Residuals((prepared.P, prepared.M, prepared.norms), saved)
 
 
 def backward(
     q, k, v, g, erase, write, initial_state, residuals: Residuals, do, dfinal_state,
     *, scale: float, precision: str, config: KdaConfig, interpret: bool,
+    raw: Raw = NOTHING_RAW, A_log: jax.Array | None = None, dt_bias: jax.Array | None = None,
+    o: jax.Array | None = None,
 ):  # fmt: skip
-    """Returns dq, dk, dv, dg, derase, dwrite and dinitial_state, each in the dtype of what it belongs to.
+    """Returns dq, dk, dv, dg, derase, dwrite, dA_log, ddt_bias and dinitial_state, each in the dtype of what it belongs
+    to, and None where that is None; dfinal_state may be None for zero.
 
-    dwrite is None for KDA, dinitial_state is None without an initial state, dfinal_state may be None for zero. What the
-    forward did not save is formed again from the inputs and the matrices.
+    o, the forward's output, is needed where q and k come raw. What the forward did not save is formed again from the
+    inputs and the matrices.
     """
     common = {"precision": precision, "config": config, "interpret": interpret}
+    of_inputs = {"scale": scale, "raw": raw, **common}
     if residuals.saved is None:
-        prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, matrices=residuals.matrices, **common)
+        prepared, _ = _forward.prepare(
+            q, k, v, g, erase, write, A_log, dt_bias, matrices=residuals.matrices, **of_inputs
+        )
         maps = _forward.segment_maps(prepared, q, v, erase, **common)
         _, _, states = _forward.run_states(
             prepared, maps, initial_state, q, v, erase, save=True, with_output=False, **common
@@ -73,7 +70,7 @@ def backward(
     dS, dU, dinitial = _backward.run_states_bwd(
         prepared, maps, do, dfinal_state, initial_state is not None, q, v, erase, **common
     )
-    grads = _backward.gradients(prepared, states, dS, dU, q, k, v, g, erase, write, do, scale=scale, **common)
+    grads = _backward.gradients(prepared, states, dS, dU, q, k, v, g, erase, write, do, A_log, dt_bias, o, **of_inputs)
     return *grads, dinitial
 
 

@@ -17,6 +17,12 @@ Given do and dS1, the gradient of the state leaving a chunk:
 `kda_grads` forms all
 gradients of a chunk, all chunks in parallel. dg is a difference of large sums: both sides use the same rounded
 operands, so that what cancels in exact arithmetic cancels here too.
+
+Where queries and keys come raw, x = norm * n, their gradients are (dn - n (n . dn)) / norm, a sum over all key channels
+of which a program holds a tile. The value side has both sums whole:
+
+    q_i . dq_i = o_i . do_i        since o_i is linear in q_i
+    k_i . dk_i = (2 U_i - y_i) . dR_i        U_i . dR_i from k_i as the key that is written, the rest is e_i . de_i
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
-from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, MaskedSum, clamp, iotas, take_row
+from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, MaskedSum, iotas, take_row
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.forward import (
     V_SLAB,
@@ -39,7 +45,9 @@ from pallas_kernels.kda.forward import (
     segment_chunks,
     segment_starts,
 )
+from pallas_kernels.kda.raw import NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
+from pallas_kernels.kda.tokens import Inputs, Tokens
 
 
 def kda_state_bwd(
@@ -128,16 +136,21 @@ def kda_combine_bwd(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, ha
 
 
 def kda_grads(
-    q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref,
-    dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *dwrite_refs,
-    sizes: Sizes, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
+    x: Inputs, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref, *refs,
+    sizes: Sizes, raw: Raw, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
     """All gradients of one chunk of one value head, for one tile of key channels. Grid (K tiles, NT, B * HV).
 
     What belongs to the value side is formed by every program and written by the first one; beta's gradient is written
-    in shares.
+    in shares, and so are those of A_log (a share a channel) and dt_bias.
+    refs: norms and o where q and k come raw; dq, dk, dv, dg, derase; dwrite of the general rule; the shares of dA_log
+    and ddt_bias where g comes raw.
     """
-    op = operand_dtype(q_ref.dtype, precision)
+    refs = list(refs)
+    norm_ref, o_ref = (refs.pop(0), refs.pop(0)) if raw.l2norm else (None, None)
+    dq_ref, dk_ref, dv_ref, dg_ref, derase_ref, *refs = refs
+    dwrite_ref = refs.pop(0) if sizes.channelwise else None
+    op = operand_dtype(x.q.dtype, precision)
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     f32 = jnp.float32
@@ -147,9 +160,8 @@ def kda_grads(
     slab = min(sizes.bv, V_SLAB)
     slabs = range(0, sizes.bv, slab)
     padded_k = (tile * k_tile, k_tile, None)
-
-    def rows(r):
-        return sizes.rows(start + r * BLOCK)
+    tokens = Tokens(x, norm_ref, sizes, raw, start, kc, precision, interpret)
+    rows = tokens.rows
 
     def local(r):
         return (r * BLOCK, BLOCK, None)
@@ -158,6 +170,8 @@ def kda_grads(
     dP = {(a, b): jnp.zeros((BLOCK, BLOCK), jnp.float32) for a in range(nb) for b in range(a + 1)}
     dA = dict(dP)
     dbeta = [jnp.zeros((BLOCK, 1), jnp.float32) for _ in range(nb)]
+    y_dR = list(dbeta)
+    o_do = [jnp.zeros((BLOCK, BLOCK), jnp.float32) for _ in range(nb)]
     dR: dict[tuple[int, int], jax.Array] = {}
     for first in slabs:
         vs = (first, slab, None)
@@ -168,20 +182,25 @@ def kda_grads(
             for a in range(b, nb):
                 part += dot(bt.load_tile(m_ref, local(a), local(b)).astype(op), dU[a], (0, 0))
             vc = sizes.v_cols(first, slab)
-            v = bt.load_tile(v_ref, rows(b), vc).astype(jnp.float32)
-            write = bt.load_tile(write_ref, rows(b), vc if sizes.channelwise else (0, 1, None)).astype(jnp.float32)
+            v = bt.load_tile(x.v, rows(b), vc).astype(jnp.float32)
+            write = tokens.write(rows(b), vc)
 
             @pl.when(tile == 0)
             def _(b=b, vc=vc, v=v, write=write, part=part):
                 bt.store_tile(dv_ref, rows(b), vc, write * part)
                 if sizes.channelwise:
-                    bt.store_tile(dwrite_refs[0], rows(b), vc, v * part)
+                    bt.store_tile(dwrite_ref, rows(b), vc, v * part)
 
             if not sizes.channelwise:
-                dbeta[b] += jnp.where(tile == 0, jnp.sum(v * part, axis=1)[:, None], 0.0)
+                v_dR = jnp.sum(v * part, axis=1)[:, None]
+                dbeta[b] += jnp.where(tile == 0, v_dR, 0.0)
+            if raw.l2norm:
+                y_dR[b] += jnp.sum(write * v * part, axis=1)[:, None] if sizes.channelwise else write * v_dR
             dR[b, first] = part.astype(op)
         for a in range(nb):
             do = bt.load_tile(do_ref, rows(a), sizes.v_cols(first, slab)).astype(op)
+            if raw.l2norm:
+                o_do[a] += dot(do, bt.load_tile(o_ref, rows(a), sizes.v_cols(first, slab)).astype(op), (1, 1))
             for b in range(a + 1):
                 dP[a, b] += dot(do, U[b], (1, 1))
                 dA[a, b] -= dot(dR[a, first], U[b], (1, 1))
@@ -189,8 +208,8 @@ def kda_grads(
     # The key side, blocks from last to first: dG is summed in reverse.
     K_end, block_decay = [], []  # Keys at their block's end, as operands; decay of every block.
     for r in range(nb):
-        d = Decays.of(clamp(bt.load_tile(g_ref, rows(r), kc)), precision, interpret)
-        K_end.append((bt.load_tile(k_ref, rows(r), kc).astype(f32) * d.down).astype(op))
+        d = Decays.of(tokens.g(r), precision, interpret)
+        K_end.append((tokens.k(r) * d.down).astype(op))
         block_decay.append(d.whole)
 
     dG_end = jnp.zeros((1, k_tile), f32)  # Reverse sum of dG over everything after the block.
@@ -213,12 +232,11 @@ def kda_grads(
         later *= block_decay[r]
     dG_end += jnp.sum(leaving, axis=0)[None, :]
 
+    share_A = share_bias = jnp.zeros((BLOCK, k_tile), f32)
     left: list = [None] * nb  # Erased keys and queries at their block's start, as operands, of the blocks after r.
     for r in reversed(range(nb)):
-        k = bt.load_tile(k_ref, rows(r), kc).astype(f32)
-        q = bt.load_tile(q_ref, rows(r), kc).astype(f32) * scale
-        g = clamp(bt.load_tile(g_ref, rows(r), kc))
-        erase = bt.load_tile(erase_ref, rows(r), kc if sizes.channelwise else (0, 1, None)).astype(f32)
+        k, q = tokens.k(r), tokens.q(r) * scale
+        g, erase = tokens.g(r), tokens.erase(r)
         e = erase * k
         d = Decays.of(g, precision, interpret)
         E, Q, anchor = e * d.up, q * d.up, d.anchor()
@@ -273,15 +291,36 @@ def kda_grads(
         _, dq, de, dk, dG = lax.fori_loop(0, steps, exact, (jnp.zeros_like(g), dq, de, dk, dG))
 
         # The terms i == j, whose decay is 1, have no part in dG.
-        on_diagonal = jnp.sum(jnp.where(row == col, dP[r, r], 0.0), axis=1)[:, None]
-        bt.store_tile(dq_ref, rows(r), kc, scale * (dq + on_diagonal * k))
-        bt.store_tile(dk_ref, rows(r), kc, dk + on_diagonal * q + erase * de)
-        bt.store_tile(dg_ref, rows(r), kc, MaskedSum(dG, precision, interpret)(row <= col) + dG_end)
+        if raw.l2norm:
+            # The diagonal of dA, as it was formed above, is -U_i . dR_i. One reduction finds all diagonals.
+            products = jnp.stack([jnp.stack([dP[r, r], dA[r, r]], -1), jnp.stack([o_do[r], o_do[r]], -1)], -1)
+            diagonals = jnp.sum(jnp.where((row == col)[:, :, None, None], products, 0.0), axis=1)
+            pairs = (pair.reshape(BLOCK, 2) for pair in jnp.split(diagonals, 2, axis=-1))
+            (on_diagonal, minus_U_dR), (q_dq, _) = (jnp.split(pair, 2, axis=-1) for pair in pairs)
+        else:
+            on_diagonal = jnp.sum(jnp.where(row == col, dP[r, r], 0.0), axis=1)[:, None]
+        dq, dk = scale * (dq + on_diagonal * k), dk + on_diagonal * q + erase * de
+        if raw.l2norm:
+            # q here is scaled; without a scale, o is 0 and so is the sum.
+            dq = tokens.norm(r, 0) * (dq - q * (q_dq * (1.0 / scale if scale else 0.0)))
+            dk = tokens.norm(r, 1) * (dk + k * (y_dR[r] + 2.0 * minus_U_dR))
+        bt.store_tile(dq_ref, rows(r), kc, dq)
+        bt.store_tile(dk_ref, rows(r), kc, dk)
+        dg = MaskedSum(dG, precision, interpret)(row <= col) + dG_end
+        if raw.gate:
+            dg, dA_log = tokens.gate_gradients(r, g, dg)
+            share_A, share_bias = share_A + dA_log, share_bias + dg
+        bt.store_tile(dg_ref, rows(r), kc, dg)
         dG_end += jnp.sum(dG, axis=0)[None, :]
         if sizes.channelwise:
             bt.store_tile(derase_ref, rows(r), kc, k * de)
         else:
-            bt.store_tile(derase_ref, rows(r), (tile, 1, None), dbeta[r] + jnp.sum(k * de, axis=1)[:, None])
+            db = dbeta[r] + jnp.sum(k * de, axis=1)[:, None]
+            bt.store_tile(derase_ref, rows(r), (tile, 1, None), tokens.beta_gradient(erase, db))
+    if raw.gate:
+        for given, share in ((x.A_log, share_A), (x.dt_bias, share_bias)):
+            if given is not None:
+                bt.store_tile(refs.pop(0), (0, 1, None), padded_k, jnp.sum(share, axis=0)[None, :])
 
 
 def run_states_bwd(
@@ -331,33 +370,22 @@ def run_states_bwd(
 
 
 def gradients(
-    prepared: Prepared,
-    states: States,
-    dS,
-    dU,
-    q,
-    k,
-    v,
-    g,
-    erase,
-    write,
-    do,
-    *,
-    scale,
-    precision,
-    config: KdaConfig,
-    interpret,
-):
-    """Runs `kda_grads`; returns dq, dk, dv, dg, derase and dwrite (None for KDA)."""
+    prepared: Prepared, states: States, dS, dU, q, k, v, g, erase, write, do, A_log=None, dt_bias=None, o=None,
+    *, scale, precision, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW,
+):  # fmt: skip
+    """Runs `kda_grads`; returns dq, dk, dv, dg, derase, dwrite (None for KDA), dA_log and ddt_bias (None where there
+    are none). o, the forward's output, is needed where q and k come raw."""
     sizes = Sizes.of(q, v, erase, config)
     k_tile = min(config.k_tile, sizes.bk)
     tiles = sizes.bk // k_tile
     grouped = sizes.HV != sizes.H
-    inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, erase if write is None else write, do)]
+    inputs: list = [Inputs(q, k, v, g, erase, write, A_log, dt_bias).launched(sizes), (do, sizes.head(do))]
     inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
+    if raw.l2norm:
+        inputs += [(prepared.norms, sizes.chunk(sizes.C, 2)[1]), (o, sizes.head(o))]
     shape = jax.ShapeDtypeStruct
     # Shares that are summed below, in float32 and in a fixed order: dq and dk over the value heads of a group, dbeta
-    # over key tiles.
+    # over key tiles, dA_log and ddt_bias over chunks.
     per_head = (sizes.B, sizes.T, sizes.HV, sizes.K)
     shapes = [shape(per_head, jnp.float32 if grouped else x.dtype) for x in (q, k)]
     shapes += [shape(x.shape, x.dtype) for x in (v, g)]
@@ -365,24 +393,36 @@ def gradients(
     shapes.append(shape((*erase.shape, tiles), jnp.float32) if shares else shape(erase.shape, erase.dtype))
     if write is not None:
         shapes.append(shape(write.shape, write.dtype))
-    dq, dk, dv, dg, derase, *dwrite = bt.launch(
+    outputs = [(x, sizes.head(x)) for x in shapes]
+    of_gate = [x for x in (A_log, dt_bias) if x is not None]
+    share, share_spec = sizes.chunk(1, sizes.bk)
+    outputs += [(shape(share, jnp.float32), share_spec) for _ in of_gate]
+    dq, dk, dv, dg, derase, *rest = bt.launch(
         kda_grads,
         "kda_grads",
         (tiles, sizes.nt, sizes.B * sizes.HV),
         inputs,
-        [(x, sizes.head(x)) for x in shapes],
+        outputs,
         num_warps=config.grads_warps,
         num_stages=1,
         interpret=interpret,
         sizes=sizes,
+        raw=raw,
         scale=scale,
         k_tile=k_tile,
         precision=precision,
         always_exact=config.always_exact,
     )
+    dwrite = None if write is None else rest.pop(0)
     if shares:
         derase = derase.sum(axis=-1).astype(erase.dtype)
     if grouped:
         split = (sizes.B, sizes.T, sizes.H, sizes.HV // sizes.H, sizes.K)
         dq, dk = (x.reshape(split).sum(axis=3).astype(like.dtype) for x, like in ((dq, q), (dk, k)))
-    return dq, dk, dv, dg, derase, dwrite[0] if dwrite else None
+
+    def over_chunks(x, *axes):
+        return x[..., : sizes.K].reshape(sizes.B, sizes.HV, sizes.nt, sizes.K).sum(axis=axes)
+
+    dA_log = None if A_log is None else over_chunks(rest.pop(0), 0, 2, 3).astype(A_log.dtype)
+    ddt_bias = None if dt_bias is None else over_chunks(rest.pop(0), 0, 2).reshape(-1).astype(dt_bias.dtype)
+    return dq, dk, dv, dg, derase, dwrite, dA_log, ddt_bias

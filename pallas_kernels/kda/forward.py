@@ -27,9 +27,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
 from pallas_kernels.backend_triton import Dot
-from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, clamp, exact_products, invert, iotas
+from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, exact_products, invert, iotas
 from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.raw import NORM_EPSILON, NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Sizes, operand_dtype
+from pallas_kernels.kda.tokens import Inputs, Tokens
 
 V_SLAB = 128  # Value columns that the parallel kernels hold at a time.
 
@@ -37,7 +39,8 @@ V_SLAB = 128  # Value columns that the parallel kernels hold at a time.
 class Prepared(NamedTuple):
     """Tiles of every chunk, [B * HV, NT, ...], K and V padded.
 
-    W, Qhat, Ktil [C, bk]; Y [bv, C], the transpose of M y; P [C, C]; M [C, C] in float32; decay [1, bk], exp(G_C).
+    W, Qhat, Ktil [C, bk]; Y [bv, C], the transpose of M y; P [C, C]; M [C, C] in float32; decay [1, bk], exp(G_C);
+    norms [C, 2] in float32, 1 / norm of queries and of keys, where they come raw.
     """
 
     W: jax.Array
@@ -47,6 +50,7 @@ class Prepared(NamedTuple):
     P: jax.Array
     M: jax.Array
     decay: jax.Array
+    norms: jax.Array | None
 
 
 class States(NamedTuple):
@@ -65,16 +69,18 @@ def diagonal_dot(precision: str, op, interpret: bool) -> tuple[Dot, jnp.dtype]:
 
 
 def kda_prepare(
-    q_ref, k_ref, v_ref, g_ref, erase_ref, write_ref, *refs,
-    sizes: Sizes, scale: float, precision: str, matrices: bool, always_exact: bool, interpret: bool,
+    x: Inputs, *refs,
+    sizes: Sizes, raw: Raw, scale: float, precision: str, matrices: bool, always_exact: bool, interpret: bool,
 ):  # fmt: skip
     """All state-free tiles of one chunk of one value head. Grid (NT, B * HV).
 
-    refs: P and M, inputs unless `matrices` says that they are to be formed; the other results, W, Qhat, Ktil, Y,
-    decay; and G and A for tests.
+    refs: P, M and, of raw queries and keys, norms, inputs unless `matrices` says that they are to be formed; the other
+    results, W, Qhat, Ktil, Y, decay; and G and A for tests.
     """
-    (p_ref, m_ref), (w_ref, qhat_ref, ktil_ref, y_ref, decay_ref), debug_refs = refs[:2], refs[2:7], refs[7:]
-    op = operand_dtype(q_ref.dtype, precision)
+    p_ref, m_ref, *refs = refs
+    norm_ref = refs.pop(0) if raw.l2norm else None
+    (w_ref, qhat_ref, ktil_ref, y_ref, decay_ref), debug_refs = refs[:5], refs[5:]
+    op = operand_dtype(x.q.dtype, precision)
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     row, col = iotas()
@@ -85,13 +91,18 @@ def kda_prepare(
     def local(r):
         return (r * BLOCK, BLOCK, None)
 
+    tokens = Tokens(x, norm_ref, sizes, raw, start, kc, precision, interpret)
+    if raw.l2norm and matrices:
+        for column, ref in enumerate((x.q, x.k)):
+            rows = bt.load_tile(ref, tokens.rows(0, sizes.C), kc).astype(f32)
+            norm = lax.rsqrt(jnp.sum(rows * rows, axis=1)[:, None] + NORM_EPSILON)
+            bt.store_tile(norm_ref, all_c, (column, 1, None), norm)
+        bt.barrier(interpret)
+
     def inputs(a):
         """q, k, erase * k and g of block a."""
-        rows = sizes.rows(start + a * BLOCK)
-        k = bt.load_tile(k_ref, rows, kc).astype(f32)
-        q = bt.load_tile(q_ref, rows, kc).astype(f32) * scale
-        erase = bt.load_tile(erase_ref, rows, kc if sizes.channelwise else (0, 1, None)).astype(f32)
-        return q, k, erase * k, clamp(bt.load_tile(g_ref, rows, kc))
+        k, q = tokens.k(a), tokens.q(a) * scale
+        return q, k, tokens.erase(a) * k, tokens.g(a)
 
     base = jnp.ones((BLOCK, sizes.bk), f32)  # Decay from the chunk's start to the block's start, the same in every row.
     deepest = jnp.zeros((BLOCK, sizes.bk), f32)
@@ -154,11 +165,10 @@ def kda_prepare(
     W = dot(M, bt.load_tile(w_ref, all_c, all_k))
     bt.barrier(interpret)
     bt.store_tile(w_ref, all_c, all_k, W)
-    tokens, slab = sizes.rows(start, sizes.C), min(sizes.bv, V_SLAB)
+    rows, slab = tokens.rows(0, sizes.C), min(sizes.bv, V_SLAB)
     for first in range(0, sizes.bv, slab):
         vc = sizes.v_cols(first, slab)
-        write = bt.load_tile(write_ref, tokens, vc if sizes.channelwise else (0, 1, None)).astype(f32)
-        y = (write * bt.load_tile(v_ref, tokens, vc).astype(f32)).astype(op)
+        y = (tokens.write(rows, vc) * bt.load_tile(x.v, rows, vc).astype(f32)).astype(op)
         bt.store_tile(y_ref, (first, slab, None), all_c, dot(y, M, (0, 1)))
 
 
@@ -265,45 +275,51 @@ def kda_combine(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_in
             S = added + dot32(S, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k))
 
 
-def prepare(q, k, v, g, erase, write, *, scale, precision, config: KdaConfig, interpret, matrices=None, debug=False):
+def prepare(
+    q, k, v, g, erase, write, A_log=None, dt_bias=None,
+    *, scale, precision, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW, matrices=None, debug=False,
+):  # fmt: skip
     """Runs `kda_prepare`; returns Prepared, and with debug=True also (G [.., C, bk], A [.., C, C]) in float32.
 
-    matrices: P and M, where an earlier run has left them.
+    matrices: P, M and norms (None unless q and k come raw), where an earlier run has left them.
     """
     sizes = Sizes.of(q, v, erase, config)
     op = operand_dtype(q.dtype, precision)
-    write = erase if write is None else write
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
-    inputs = [(x, sizes.head(x)) for x in (q, k, v, g, erase, write)]
+    inputs = [Inputs(q, k, v, g, erase, write, A_log, dt_bias).launched(sizes)]
     results: list[tuple[tuple[int, ...], Any]] = [((C, bk), op)] * 3 + [((bv, C), op), ((1, bk), jnp.float32)]
     if matrices is None:
-        results = [((C, C), jnp.float32 if debug else op), ((C, C), jnp.float32), *results]
+        norms = [((C, 2), jnp.float32)] if raw.l2norm else []
+        results = [((C, C), jnp.float32 if debug else op), ((C, C), jnp.float32), *norms, *results]
     else:
-        inputs += [(x, sizes.chunk(C, C)[1]) for x in matrices]
+        inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in matrices if x is not None]
     if debug:
         results += [((C, bk), jnp.float32), ((C, C), jnp.float32)]
     outputs = []
     for tile, dtype in results:
         shape, spec = sizes.chunk(*tile)
         outputs.append((jax.ShapeDtypeStruct(shape, dtype), spec))
-    found = bt.launch(
-        kda_prepare,
-        "kda_prepare",
-        (sizes.nt, sizes.B * sizes.HV),
-        inputs,
-        outputs,
-        num_warps=config.prepare_warps,
-        num_stages=1,
-        interpret=interpret,
-        sizes=sizes,
-        scale=scale,
-        precision=precision,
-        matrices=matrices is None,
-        always_exact=config.always_exact,
+    found = list(
+        bt.launch(
+            kda_prepare,
+            "kda_prepare",
+            (sizes.nt, sizes.B * sizes.HV),
+            inputs,
+            outputs,
+            num_warps=config.prepare_warps,
+            num_stages=1,
+            interpret=interpret,
+            sizes=sizes,
+            raw=raw,
+            scale=scale,
+            precision=precision,
+            matrices=matrices is None,
+            always_exact=config.always_exact,
+        )
     )
-    P, M = matrices or found[:2]
-    W, Qhat, Ktil, Y, decay, *rest = found[0 if matrices else 2 :]
-    return Prepared(W, Qhat, Ktil, Y, P, M, decay), rest
+    P, M, norms = matrices or (found.pop(0), found.pop(0), found.pop(0) if raw.l2norm else None)
+    W, Qhat, Ktil, Y, decay, *rest = found
+    return Prepared(W, Qhat, Ktil, Y, P, M, decay, norms), rest
 
 
 def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfig, interpret):

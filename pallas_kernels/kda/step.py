@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
 from pallas_kernels.kda.config import MAX_DIM
+from pallas_kernels.kda.raw import NORM_EPSILON, Raw
 
-NORM_EPSILON = 1e-6
+__all__ = ["Raw", "StepConfig", "choose_step_config", "step"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,24 +50,6 @@ def choose_step_config(*, K: int, V: int) -> StepConfig:
     if not (1 <= K <= MAX_DIM and 1 <= V <= MAX_DIM):
         raise ValueError(f"K and V must lie between 1 and {MAX_DIM}, got {K} and {V}")
     return StepConfig(v_tile=min(32, max(8, bt.ceil_pow2(V))))
-
-
-@dataclasses.dataclass(frozen=True)
-class Raw:
-    """Which inputs come raw, and are made into what the formulas take by the kernel (`dormouse_jax.gates` defines how).
-
-    Attributes:
-      l2norm: q and k are to be normalised.
-      gate: g is -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)).
-      lower_bound: of the log decay, or None for the first of the two.
-      beta: beta is to go through a sigmoid, doubled with neg_eigval.
-    """
-
-    l2norm: bool = False
-    gate: bool = False
-    lower_bound: float | None = None
-    beta: bool = False
-    neg_eigval: bool = False
 
 
 def kda_step(
