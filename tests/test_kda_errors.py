@@ -481,7 +481,7 @@ class DispatchTest(parameterized.TestCase):
         device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
         mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
-            self.assertEqual(dispatch.device_of(), dispatch.Device("gpu", "NVIDIA H200"))
+            self.assertEqual(dispatch.device_of(), dispatch.Device("gpu", "NVIDIA H200", cores=132))
 
 
 if __name__ == "__main__":

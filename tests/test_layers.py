@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from absl.testing import absltest, parameterized
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import torch_ref.layer
 from dormouse_jax.layers import KimiDeltaAttention
@@ -175,6 +176,49 @@ class LayerTest(parameterized.TestCase):
             layer(inputs()[0])
         with self.assertRaisesRegex(ValueError, r"x must have shape \[B, hidden_size\]"):
             layer.step(inputs(), layer.init_cache(2))
+
+
+class TransformTest(absltest.TestCase):
+    def test_a_scan_over_checkpointed_layers_equals_a_loop(self):
+        layers, x = [imported(), imported("bounded_gate_and_strengths_to_2")], inputs(T=20)
+        # One structure for both: what differs between them are weights alone.
+        graph, first = nnx.split(layers[0])
+        states = [first, nnx.state(layers[1])]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+        @jax.jit
+        @jax.value_and_grad
+        def scanned(stacked):
+            layer = jax.checkpoint(lambda x, state: x + nnx.merge(graph, state)(x))
+            return jnp.sum(jax.lax.scan(lambda x, state: (layer(x, state), None), x, stacked)[0] ** 2)
+
+        @jax.jit
+        @jax.value_and_grad
+        def looped(states):
+            y = x
+            for state in states:
+                y = y + nnx.merge(graph, state)(y)
+            return jnp.sum(y**2)
+
+        (loss, grads), (want, want_grads) = scanned(stacked), looped(states)
+        helpers.assert_close(loss, want, rms=1e-6)
+        for i in (0, 1):
+            for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads[i]), strict=True):
+                helpers.assert_close(got[i], expected, rms=1e-5)
+
+    def test_gradients_of_weights_that_devices_share(self):
+        x, dy = inputs(T=20), np.random.default_rng(1).normal(size=(2, 20, 24)).astype(np.float32)
+        graph, state = nnx.split(imported())
+        devices = min(2, len(jax.devices()))
+        mesh = jax.make_mesh((devices,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+        def whole(state, x):
+            return nnx.merge(graph, state)(x)
+
+        split = jax.shard_map(whole, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch"), check_vma=False)
+        got, want = (jax.jit(jax.grad(lambda s, f=f: jnp.vdot(f(s, x), dy)))(state) for f in (split, whole))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            helpers.assert_close(a, b, rms=1e-5)
 
 
 if __name__ == "__main__":
