@@ -134,13 +134,14 @@ def measure(
     *,
     path: pathlib.Path | None = None,
     resume: bool = False,
+    run: Sequence[str] | None = None,
     default_rounds: int | None = None,
 ) -> int:
     """Measures every case with its arms, prints a table for each, writes the result file after each.
 
-    path: the result file; None takes --json. resume: cases whose rows are all in that file already are not run again;
-    a file of another device is refused. Returns the exit status: 1 when an own arm is WRONG or any arm IMPOSSIBLE;
-    absent peers and unmeasured arms do not fail the command.
+    path: the result file; None takes --json. run: modes instead of --mode's. resume: cases whose rows are all in that
+    file already are not run again; a file of another device is refused. Returns the exit status: 1 when an own arm is
+    WRONG or any arm IMPOSSIBLE; absent peers and unmeasured arms do not fail the command.
     """
     console = Console(width=WIDTH, highlight=False)
     header = device.describe()
@@ -154,7 +155,7 @@ def measure(
     }
     if path is None and FLAGS.json:
         path = pathlib.Path(FLAGS.json)
-    wanted = modes()
+    wanted = modes() if run is None else tuple(run)
     todo = list(jobs)
     if (resume or FLAGS.resume) and path is not None and path.exists():
         document["rows"] = _done(results.load(path), header)

@@ -324,13 +324,8 @@ def _decode(F: flags.FlagValues) -> int:
     for name in ("shape", "g", "precision"):
         if F[name].value is not None:
             raise UsageError(f"--{name}: not with --mode=decode")
-    presets = F.preset or ([n for n in kda_step.PRESETS if n != "cpu"] if device.has_gpu() else ["cpu"])
-    impl = F.impl if F["impl"].present else ["pallas", "xla", "fla"]
-    jobs = []
-    for case in kda_step.cases(cli.choose(presets, kda_step.PRESETS, "--preset"), dtype=F.dtype, seed=F.seed):
-        known = kda_step.arms(case.params["dtype"])
-        jobs.append((case, cli.pick_arms(impl, known, kda_step.GROUPS | {"all": tuple(known)})))
-    return cli.measure(jobs, command="bench.kda")
+    impl = F.impl if F["impl"].present else None
+    return cli.measure(kda_step.jobs(F.preset, impl, dtype=F.dtype, seed=F.seed), command="bench.kda")
 
 
 def define_flags() -> None:

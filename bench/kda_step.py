@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import kda
+from bench import cli, device, kda
 from bench.runtimes import Unsupported
 from bench.spec import DTYPES, Arm, Built, Case, Operator, Traffic
 
@@ -77,12 +77,20 @@ def _of_one_token(case: Case) -> Case:
 
 
 def cases(presets: Sequence[str], *, dtype: str | None = None, seed: int = 0) -> list[Case]:
-    return [
-        Case(
-            "kda_step", name, {"T": 1, "seed": seed, "g": None, **PRESETS[name], **({"dtype": dtype} if dtype else {})}
-        )
-        for name in presets
-    ]
+    other = {"dtype": dtype} if dtype else {}
+    return [Case("kda_step", name, {"T": 1, "g": None, "seed": seed, **PRESETS[name], **other}) for name in presets]
+
+
+def jobs(
+    presets: Sequence[str] | None, impl: Sequence[str] | None, *, dtype: str | None = None, seed: int = 0
+) -> list[tuple[Case, list[Arm]]]:
+    """Cases by preset name (None: all that this machine can do) with their arms."""
+    default = [name for name in PRESETS if name != "cpu"] if device.has_gpu() else ["cpu"]
+    found = []
+    for case in cases(cli.choose(presets or default, PRESETS, "--preset"), dtype=dtype, seed=seed):
+        known = arms(case.params["dtype"])
+        found.append((case, cli.pick_arms(impl or ["pallas", "xla", "fla"], known, GROUPS | {"all": tuple(known)})))
+    return found
 
 
 # ---- arms ----------------------------------------------------------------------------------------------------------

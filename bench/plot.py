@@ -38,6 +38,7 @@ _SPARE = ("#666666", "#999999", "#444444", "#bbbbbb")
 LABELS = {
     "fla_default": "FLA",
     "fla_safe": "FLA safe_gate",
+    "fla_recurrent": "FLA recurrent",
     "jla": "jax-linear-attention",
     "torch_loop": "torch row loop",
     "torch_solve": "torch solve_triangular",

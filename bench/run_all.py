@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from bench import cli, device, gemm, kda
+from bench import cli, device, gemm, kda, kda_step
 from bench.spec import Arm, Case, UsageError
 
 Jobs = list[tuple[Case, list[Arm]]]
@@ -51,7 +51,9 @@ FAMILIES: dict[str, Callable[[Sequence[str] | None], Jobs]] = {
     "kda": _kda_jobs("kda"),
     "gdn2": _kda_jobs("gdn2"),
     "gemm": _gemm_jobs,
+    "kda_step": lambda presets: kda_step.jobs(presets, flags.FLAGS.impl or None),
 }
+MODES = {"kda_step": ("decode",)}  # of families that have their own
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         if budget is not None:
             F.budget = max(1.0, budget - (time.monotonic() - start))
         jobs = FAMILIES[family](F.preset or None)
-        status |= cli.measure(jobs, "bench.run_all", path=out / f"{family}.json", resume=True)
+        status |= cli.measure(jobs, "bench.run_all", path=out / f"{family}.json", resume=True, run=MODES.get(family))
     return status
 
 

@@ -68,6 +68,17 @@ class ImportedWeightsTest(parameterized.TestCase):
             grad, to_ours = ours[name]
             helpers.assert_close(grad[...], to_ours(want.numpy()), rms=2e-5, name=name)
 
+    def test_kernels(self):
+        x = inputs(T=17, B=1)
+        with torch.no_grad():
+            want = port()(torch.from_numpy(x).double()).numpy()
+        layer = imported(implementation="pallas")
+        # Interpreted, the kernels of whole sequences compile for long; their own tests have them.
+        y, cache = (layer if helpers.on_gpu() else imported()).prefill(x[:, :16])
+        with helpers.kernels_run("pallas_triton"):
+            last, _ = layer.step(x[:, 16], cache)
+        helpers.assert_close(jnp.concatenate([y, last[:, None]], axis=1), want, rms=3e-6)
+
     @parameterized.named_parameters(("torch", lambda w: w), ("numpy", lambda w: w.numpy()))
     def test_names_behind_a_prefix_among_others(self, convert):
         weights = {f"model.layers.3.attn.{n}": convert(w) for n, w in port().state_dict().items()}

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
 from pallas_kernels.kda.config import MAX_DIM
-from pallas_kernels.kda.raw import NORM_EPSILON, Raw
+from pallas_kernels.kda.raw import NORM_EPSILON, Gate, Raw, sigmoid
 
 __all__ = ["Raw", "StepConfig", "choose_step_config", "step"]
 
@@ -70,25 +70,17 @@ def kda_step(
     if raw.l2norm:
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=0)[None, :] + NORM_EPSILON) for x in (q, k))
     if raw.gate:
-        A = bt.load_tile(gate_refs[0], one, one).astype(f32) if has_A else None
-        bias = bt.load_tile(gate_refs[-1], channels, one).astype(f32) if has_bias else 0.0
-        g = log_decay(g + bias, A, raw.lower_bound)
+        rate = jnp.exp(bt.load_tile(gate_refs[0], one, one).astype(f32)) if has_A else None
+        bias = bt.load_tile(gate_refs[-1], channels, one).astype(f32) if has_bias else None
+        g = Gate(rate, bias, raw.lower_bound, "fp32", interpret).log_decay(g)
     if raw.beta:
-        beta = jax.nn.sigmoid(beta) * (2.0 if raw.neg_eigval else 1.0)
+        beta = raw.strength * sigmoid(beta, interpret)
 
     S = bt.load_tile(state_ref, channels, values) * bt.exp(g, interpret)
     u = beta * (v - jnp.sum(S * k, axis=0)[None, :])
     o = jnp.sum(S * q, axis=0)[None, :] + jnp.sum(k * q, axis=0)[None, :] * u
     bt.store_tile(o_ref, one, values, scale * o)
     bt.store_tile(new_state_ref, channels, values, S + k * u)
-
-
-def log_decay(x: jax.Array, A_log: jax.Array | None, lower_bound: float | None) -> jax.Array:
-    """The log decay from a raw gate with its bias, in float32."""
-    rate = 1.0 if A_log is None else jnp.exp(A_log)
-    if lower_bound is not None:
-        return lower_bound * jax.nn.sigmoid(rate * x)
-    return -rate * (jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x))))
 
 
 def step(q, k, v, g, beta, A_log, dt_bias, state, *, scale: float, raw: Raw, config: StepConfig, interpret: bool):
