@@ -13,6 +13,8 @@ import jax
 from jax.core import Tracer
 
 OLDEST_CAPABILITY = 8.0  # of Pallas's Triton backend
+HOPPER = "9.0"  # the only compute capability with the instructions of our Mosaic GPU kernels
+HOPPER_CARDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)
 _warned: set[str] = set()
@@ -90,6 +92,17 @@ def require_triton(device: Device, interpret: bool) -> None:
             f"Pallas kernels need compute capability {OLDEST_CAPABILITY}, "
             f"and {device.kind} has {device.compute_capability}"
         )
+
+
+def require_hopper(device: Device, interpret: bool, asked: str | None) -> None:
+    """Raises a NotImplementedError that says why where the Mosaic GPU kernels cannot run."""
+    if interpret and asked != "pallas_mosaic":
+        raise NotImplementedError("interpret mode runs Hopper kernels only where they are asked for by name")
+    hopper = device.compute_capability == HOPPER or (
+        device.compute_capability is None and device.kind.startswith(HOPPER_CARDS)
+    )
+    if not (interpret or hopper):
+        raise NotImplementedError(f"Hopper kernels need compute capability {HOPPER}, and this is {device.kind}")
 
 
 def warn_once(message: str) -> None:

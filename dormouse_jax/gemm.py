@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from dormouse_jax import validation as check
-from dormouse_jax.dispatch import Device, device_of, interpreting, require_triton, warn_once
+from dormouse_jax.dispatch import Device, device_of, interpreting, require_hopper, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.reference import gemm as reference
 
 IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla")
 FLOATS = ("float32", "bfloat16", "float16")
-HOPPER = "9.0"  # the only compute capability with the instructions of the Mosaic GPU kernel
-HOPPER_CARDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
 
 
 def gemm(
@@ -221,13 +219,7 @@ def _triton_config(device: Device, interpret: bool, asked: str | None, problem: 
 def _mosaic_config(device: Device, interpret: bool, asked: str | None, problem: dict[str, Any]) -> Any:
     """The same for the Hopper kernel."""
     require_triton(device, interpret)  # what that asks for is the least that this kernel needs
-    if interpret and asked != "pallas_mosaic":
-        raise NotImplementedError("interpret mode runs the Hopper kernel only where it is asked for by name")
-    hopper = device.compute_capability == HOPPER or (
-        device.compute_capability is None and device.kind.startswith(HOPPER_CARDS)
-    )
-    if not (interpret or hopper):
-        raise NotImplementedError(f"the Hopper kernel needs compute capability {HOPPER}, and this is {device.kind}")
+    require_hopper(device, interpret, asked)
     return _chosen("choose_mosaic", device, problem)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from dormouse_jax import gates
-from dormouse_jax.dispatch import Device, device_of, interpreting, require_triton, warn_once
+from dormouse_jax.dispatch import Device, device_of, interpreting, require_hopper, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.kda_arguments import Arguments, Options, validate
 from dormouse_jax.reference import chunked, recurrent
@@ -78,9 +78,10 @@ def kda(
       residuals: what a differentiated call keeps for its backward. "recompute" keeps the inputs and, with the
         kernels, two matrices `[chunk, chunk]` a chunk and value head; "save" keeps all intermediates, for a faster
         backward. JAX differentiates "recurrent" in its own way.
-      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic", "xla"
-        (chunked jnp) or "recurrent" (`lax.scan` over tokens; the only one with forward-mode derivatives). None takes
-        "pallas" on an NVIDIA GPU and under `interpret_kernels()`, where it can serve the call, and "xla" elsewhere.
+      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (serial
+        kernels for Hopper cards, 16 bit), "xla" (chunked jnp) or "recurrent" (`lax.scan` over tokens; the only one with
+        forward-mode derivatives). None takes "pallas" on an NVIDIA GPU and under `interpret_kernels()`, where it can
+        serve the call, and "xla" elsewhere.
       use_qk_l2norm_in_kernel: whether q and k are given raw, and are divided by sqrt(sum x^2 + 1e-6) over K.
       use_gate_in_kernel: whether g is a raw gate x, any real number, and the log decay is
         -exp(A_log) softplus(x + dt_bias), or lower_bound sigmoid(exp(A_log) (x + dt_bias)) with a lower bound.
@@ -238,7 +239,7 @@ class _Plan:
     """What a call will run: everything about it that is not an array."""
 
     operator: str
-    implementation: str  # "pallas_triton", "xla" or "recurrent"
+    implementation: str  # "pallas_mosaic", "pallas_triton", "xla" or "recurrent"
     config: Any
     raw: Any  # which inputs the kernels take raw; None where they are computed before the call
     scale: float
@@ -272,11 +273,6 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
             tuple(passed_over),
         )
 
-    if asked == "pallas_mosaic":
-        raise NotImplementedError(
-            f"{operator}: implementation='pallas_mosaic' cannot serve this call: "
-            "there is no Mosaic GPU kernel of it yet"
-        )
     if asked == "recurrent":
         return plan(
             "recurrent", None, [(name, "implementation='recurrent' was asked for") for name in ("pallas", "xla")]
@@ -284,11 +280,11 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     passed_over = [("pallas_triton", "implementation='xla' was asked for")]
     if asked != "xla":
         try:
-            config = _triton_config(device, interpret, sizes)
-            raw = _triton_kernels().Raw(
+            config, passed_over = _kernel_config(device, interpret, asked, sizes)
+            raw = _kernels().Raw(
                 options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval
             )
-            return plan("pallas_triton", config, raw=raw)
+            return plan(f"pallas_{config.serial}", config, passed_over, raw=raw)
         except NotImplementedError as reason:
             if asked is not None:
                 raise NotImplementedError(
@@ -300,16 +296,35 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     return plan("xla", chunked.choose_config(device.platform, dtype=x.q.dtype, **sizes), passed_over)
 
 
-def _triton_config(device: Device, interpret: bool, sizes: dict[str, Any]) -> Any:
-    """The configuration of the Triton kernels, or a NotImplementedError that says why they cannot serve the call."""
+def _kernel_config(
+    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any]
+) -> tuple[Any, list[tuple[str, str]]]:
+    """The configuration of the kernels, whose `serial` is the backend of the serial ones, and what was passed over; or
+    a NotImplementedError that says why they cannot serve the call."""
     require_triton(device, interpret)
     try:
-        return _triton_kernels().choose_config(device.kind, **sizes)
+        kernels = _kernels()
+        config = kernels.choose_config(device.kind, **sizes)
     except (ImportError, ValueError) as reason:
         raise NotImplementedError(str(reason)) from reason
+    triton = dataclasses.replace(config, serial="triton")
+    if asked == "pallas_triton":
+        return triton, [("pallas_mosaic", "implementation='pallas_triton' was asked for")]
+    if asked != "pallas_mosaic" and config.serial == "triton":
+        return config, [("pallas_mosaic", "it is no faster here")]
+    try:
+        require_hopper(device, interpret, asked)
+        reason = kernels.hopper_refusal(**{name: sizes[name] for name in ("K", "V", "T", "precision")})
+        if reason is not None:
+            raise NotImplementedError(reason)
+    except NotImplementedError as reason:
+        if asked == "pallas_mosaic":
+            raise
+        return triton, [("pallas_mosaic", str(reason))]
+    return dataclasses.replace(config, serial="mosaic"), []
 
 
-def _triton_kernels() -> Any:
+def _kernels() -> Any:
     # Imported where it is used: Pallas takes a while to import, and its Triton backend is on its way out of JAX.
     import pallas_kernels.kda
 
@@ -366,7 +381,7 @@ def _forward_kernels(plan, x, save):
     if plan.implementation == "xla":
         o, final_state, residuals = chunked.forward(*_operands(x), scale=plan.scale, config=plan.config, save=save)
     else:
-        o, final_state, residuals = _triton_kernels().forward(
+        o, final_state, residuals = _kernels().forward(
             *_operands(x), A_log=x.A_log, dt_bias=x.dt_bias, save=save, **_of_kernels(plan)
         )
     # A state that nobody wants is left out here, so that its gradient is None in the backward, not an array of zeros.
@@ -381,7 +396,7 @@ def _backward(plan, x, residuals, o, do, dfinal_state):
     if plan.implementation == "xla":
         *grads, dstate = chunked.backward(*arrays, scale=plan.scale, config=plan.config)
         return Arguments(*grads, initial_state=dstate)
-    return Arguments(*_triton_kernels().backward(*arrays, A_log=x.A_log, dt_bias=x.dt_bias, o=o, **_of_kernels(plan)))
+    return Arguments(*_kernels().backward(*arrays, A_log=x.A_log, dt_bias=x.dt_bias, o=o, **_of_kernels(plan)))
 
 
 def _of_kernels(plan: _Plan) -> dict[str, Any]:

@@ -28,15 +28,17 @@ def launch(
     body: Callable[..., None],
     name: str,
     inputs: Sequence[jax.Array],
-    output: jax.ShapeDtypeStruct,
+    output: Any,
     scratch: Mapping[str, Any],
     *,
     programs: int,
     cluster: int,
     warpgroups: int,
     interpret: bool,
-) -> jax.Array:
-    """Launches `body(*input refs, output ref, **scratch refs)` as `programs` clusters of `cluster` blocks.
+) -> Any:
+    """Launches `body(*input refs, *output refs, **scratch refs)` as `programs` clusters of `cluster` blocks.
+
+    output: a `jax.ShapeDtypeStruct`, or a list of them; what is returned is likewise.
 
     `program()`, `block()` and `warpgroup()` say which one runs. Every element of the output must be written.
     """
@@ -52,7 +54,7 @@ def launch(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name=name,
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )(*inputs)
 
 
@@ -86,6 +88,11 @@ def tiles(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
     width = row_bytes // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row_bytes))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def rows(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for plain arrays, rows of numbers that are no operands."""
+    return plgpu.SMEM(shape, dtype)
 
 
 def barriers(number: int, arrivals: int) -> Any:
@@ -122,6 +129,18 @@ def copy_out(value: jax.Array, buffer: Any, target: Any, *, unread: int) -> None
     plgpu.copy_smem_to_gmem(buffer, target)
 
 
+def await_buffers(unread: int) -> None:
+    """Waits until at most `unread` earlier copies of this warpgroup have yet to be read out of their buffers."""
+    plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
+
+
+def copy_buffers_out(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Starts copies of whole buffers, (buffer, target) each, to device memory, after the stores to them."""
+    plgpu.commit_smem()
+    for buffer, target in pairs:
+        plgpu.copy_smem_to_gmem(buffer, target)
+
+
 def finish_copies_out() -> None:
     """Waits until the buffers of this warpgroup's copies can be given up."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -141,6 +160,46 @@ def become_multiplier() -> None:
 def accumulate(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
     """`body` of float32 accumulators of these shapes, zero at first. What it reads of them waits for the products."""
     return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def accumulators(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """As `accumulate`, with a scope for each, as interpret mode needs them when products take registers."""
+    if not shapes:
+        return body()
+    *rest, last = shapes
+    scope = plgpu.ACC(last, jnp.float32)
+    return pl.run_scoped(lambda total: accumulators(lambda *others: body(*others, total), *rest), scope)
+
+
+def read(total: Any, *, running: int = 0) -> jax.Array:
+    """An accumulator's value, once at most `running` of this warpgroup's products are unfinished."""
+    return plgpu.wgmma_accumulator_load(total, wait_n=running)
+
+
+def start_from(total: Any, value: jax.Array, interpret: bool) -> None:
+    """Starts an accumulator from `value`. Interpret mode cannot: there `read_from` adds it."""
+    if not interpret:
+        total[...] = value
+
+
+def read_from(total: Any, value: jax.Array, interpret: bool) -> jax.Array:
+    """`read` of an accumulator that `start_from` started."""
+    return read(total) + value if interpret else read(total)
+
+
+def transpose(ref: Any) -> Any:
+    """A tile in shared memory, seen with rows and columns exchanged."""
+    return ref.transpose((1, 0))
+
+
+def load(ref: Any) -> jax.Array:
+    """A tile in shared or device memory, spread over the registers as accumulators are."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def store_transposed(ref: Any, value: jax.Array) -> None:
+    """Stores a 16-bit value [m, n], spread as accumulators are, to a tile [n, m] in shared memory."""
+    transpose(ref)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def multiply(total: Any, a: Any, b: Any) -> None:

@@ -180,7 +180,7 @@ COMMON = [
         {},
         {"implementation": "pallas_mosaic"},
         NotImplementedError,
-        "implementation='pallas_mosaic' cannot serve this call: there is no Mosaic GPU kernel of it yet",
+        "implementation='pallas_mosaic' cannot serve this call: ",
     ),
     (
         "gate_without_A_log",
@@ -466,7 +466,23 @@ class DispatchTest(parameterized.TestCase):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
             found = self.implementation()
-        self.assertEqual((found.implementation, found.interpret, found.passed_over), ("pallas_triton", False, ()))
+        self.assertEqual((found.implementation, found.interpret), ("pallas_triton", False))
+
+    @parameterized.named_parameters(
+        ("hopper", "9.0", 64, 128, "pallas_mosaic", None),
+        ("another_card", "8.0", 64, 128, "pallas_triton", "need compute capability 9.0"),
+        ("odd_tokens", "9.0", 65, 128, "pallas_triton", "tiles of 8 tokens"),
+        ("odd_values", "9.0", 64, 96, "pallas_triton", "V of 64, 128 or 256"),
+    )
+    def test_the_serial_kernels_go_by_card_and_sizes(self, capability, T, V, expected, reason):
+        gpu = dispatch.Device("gpu", "NVIDIA card", capability)
+        p = helpers.problem("kda", helpers.Shape(T=T, K=128, V=V, H=16, HV=16), dtype=jnp.bfloat16, state=False)
+        with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
+            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs))
+            (named,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, implementation="pallas_triton"))
+        self.assertEqual(found.implementation, expected)
+        self.assertRegex(dict(found.passed_over).get("pallas_mosaic", ""), reason or "^$")
+        self.assertEqual((named.implementation, named.config.serial), ("pallas_triton", "triton"))
 
     def test_a_reason_of_the_kernels_is_passed_on(self):
         with dormouse_jax.interpret_kernels():

@@ -145,13 +145,33 @@ class ConfigurationTest(parameterized.TestCase):
             return {config_for(precision, Shape(T=8192, K=dim, V=dim, HV=many), chunk_size) for many in heads}
 
         configs = found(chunk_size) - (found(None) if chunk_size else set())
-        for config in sorted(configs, key=str):
+        for config in sorted({dataclasses.replace(config, serial="triton") for config in configs}, key=str):
             T = 150 if config.segments == 1 else config.segments * 9 * config.chunk_size + 7
             for dtype in ("bfloat16", "float16") if precision == "16bit" else ("float32",):
                 with self.subTest(dtype=dtype, config=str(config)):
                     p = helpers.problem(operator, Shape(T=T, K=dim, V=dim, H=1, HV=2), dtype=jnp.dtype(dtype))
                     got = value_and_grads(p, precision, config, save=True)
                     helpers.assert_all_close(got, helpers.oracle(p), precision=precision)
+
+    @parameterized.named_parameters(
+        (f"{operator}_{K}_{V}_{chunk_size}", operator, K, V, chunk_size)
+        for operator, K, V, chunk_size in itertools.product(
+            OPERATORS, (40, 64, 100, 128), (64, 128, 256), (None, 16, 32)
+        )
+        if (K, V) in ((40, 64), (64, 64), (64, 256), (100, 128), (128, 128), (128, 256))
+        and (helpers.on_gpu() or (operator, K, V, chunk_size) == ("kda", 40, 64, 16))
+    )
+    def test_the_serial_kernels_for_hopper_against_the_oracle(self, operator, K, V, chunk_size):
+        dtypes = (jnp.bfloat16, jnp.float16) if helpers.on_gpu() else (jnp.bfloat16,)
+        for dtype, save in itertools.product(dtypes, (False, True) if helpers.on_gpu() else (False,)):
+            with self.subTest(dtype=dtype, save=save):
+                # Five chunks, more than are in shared memory at a time, and a last one that is not full.
+                shape = Shape(T=152 if helpers.on_gpu() else 72, K=K, V=V, H=1, HV=2 if helpers.on_gpu() else 1)
+                self.assertIsNone(kernels.hopper_refusal(K=K, V=V, T=shape.T, precision="16bit"))
+                config = dataclasses.replace(config_for("16bit", shape, chunk_size), serial="mosaic")
+                p = helpers.problem(operator, shape, dtype=dtype)
+                got = value_and_grads(p, "16bit", config, save=save)
+                helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
 
 if __name__ == "__main__":

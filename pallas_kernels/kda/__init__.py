@@ -1,5 +1,5 @@
 """Kimi Delta Attention and the general delta rule with channel-wise gates: forward and backward on Pallas's Triton
-backend.
+backend, with serial kernels for Hopper on its Mosaic GPU backend.
 
 Arrays as in `dormouse_jax.kda`; KDA passes beta [B, T, HV] as `erase` and None as `write`, the general rule erase [B,
 T, HV, K] and write [B, T, HV, V]. What `raw` says comes raw is made up in the kernels.
@@ -13,11 +13,20 @@ import jax
 
 from pallas_kernels.kda import backward as _backward
 from pallas_kernels.kda import forward as _forward
-from pallas_kernels.kda.config import KdaConfig, choose_config
+from pallas_kernels.kda.config import KdaConfig, choose_config, hopper_refusal
 from pallas_kernels.kda.raw import NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Sizes
 
-__all__ = ["KdaConfig", "Raw", "Residuals", "backward", "choose_config", "forward", "forward_intermediates"]
+__all__ = [
+    "KdaConfig",
+    "Raw",
+    "Residuals",
+    "backward",
+    "choose_config",
+    "forward",
+    "forward_intermediates",
+    "hopper_refusal",
+]
 
 
 class Residuals(NamedTuple):
@@ -37,9 +46,25 @@ def forward(
     common = {"precision": precision, "config": config, "interpret": interpret}
     prepared, _ = _forward.prepare(q, k, v, g, erase, write, A_log, dt_bias, scale=scale, raw=raw, **common)
     maps = _forward.segment_maps(prepared, q, v, erase, **common)
-    o, final, states = _forward.run_states(prepared, maps, initial_state, q, v, erase, save=save, **common)
+    o, final, states = _run_states(prepared, maps, initial_state, q, v, erase, save=save, **common)
     saved = (prepared, states, maps) if states is not None else None
     return o, final, Residuals((prepared.P, prepared.M, prepared.norms), saved)
+
+
+def _run_states(prepared, maps, *arrays, precision, config: KdaConfig, interpret, save, with_output=True):
+    """`run_states` of the configuration's backend."""
+    common = {"config": config, "interpret": interpret, "save": save, "with_output": with_output}
+    if config.serial == "triton":
+        return _forward.run_states(prepared, maps, *arrays, precision=precision, **common)
+    o, final, states = _hopper().run_states(prepared, *arrays, **common)
+    return o, final, None if states is None else _forward.States(*states)
+
+
+def _hopper():
+    # Imported where it is used: no card but Hopper needs it, and its API moves with every release of JAX.
+    from pallas_kernels.kda import mosaic
+
+    return mosaic
 
 
 def backward(
@@ -61,15 +86,19 @@ def backward(
             q, k, v, g, erase, write, A_log, dt_bias, matrices=residuals.matrices, **of_inputs
         )
         maps = _forward.segment_maps(prepared, q, v, erase, **common)
-        _, _, states = _forward.run_states(
-            prepared, maps, initial_state, q, v, erase, save=True, with_output=False, **common
-        )
+        _, _, states = _run_states(prepared, maps, initial_state, q, v, erase, save=True, with_output=False, **common)
         assert states is not None
     else:
         prepared, states, maps = residuals.saved
-    dS, dU, dinitial = _backward.run_states_bwd(
-        prepared, maps, do, dfinal_state, initial_state is not None, q, v, erase, **common
-    )
+    has_initial = initial_state is not None
+    if config.serial == "mosaic":
+        dS, dU, dinitial = _hopper().run_states_bwd(
+            prepared, do, dfinal_state, has_initial, q, v, erase, config=config, interpret=interpret
+        )
+    else:
+        dS, dU, dinitial = _backward.run_states_bwd(
+            prepared, maps, do, dfinal_state, has_initial, q, v, erase, **common
+        )
     grads = _backward.gradients(prepared, states, dS, dU, q, k, v, g, erase, write, do, A_log, dt_bias, o, **of_inputs)
     return *grads, dinitial
 
@@ -85,7 +114,7 @@ def forward_intermediates(
     debug, (G, A) = _forward.prepare(q, k, v, g, erase, write, scale=scale, debug=True, **common)
     prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
     maps = _forward.segment_maps(prepared, q, v, erase, **common)
-    _, _, states = _forward.run_states(prepared, maps, initial_state, q, v, erase, save=True, **common)
+    _, _, states = _run_states(prepared, maps, initial_state, q, v, erase, save=True, **common)
     assert states is not None
     found = {
         "G": G[..., : sizes.K],

@@ -22,6 +22,9 @@ class KdaConfig:
       chunk_size: tokens a chunk, C: 16 or 32. Gradients of more were not held to the oracle on a GPU, and cost more.
       v_tile: columns of the value dimension that one program of the serial kernels holds.
       prepare_warps: warps a program of the kernel that prepares chunks.
+      serial: the backend of the serial kernels, "triton", or "mosaic" for Hopper, where v_tile, the warps and stages of
+        the Triton kernels, and segments play no part.
+      hopper_stages: chunks whose tiles the Hopper kernels have in shared memory or on their way there.
       state_warps, state_stages: warps and pipeline stages of the serial forward kernel.
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
       grads_warps: warps of the kernel that forms the gradients.
@@ -35,6 +38,8 @@ class KdaConfig:
     chunk_size: int = 32
     v_tile: int = 64
     prepare_warps: int = 4
+    serial: str = "triton"
+    hopper_stages: int = 3
     state_warps: int = 4
     state_stages: int = 2
     state_bwd_warps: int = 4
@@ -54,7 +59,9 @@ class KdaConfig:
         for name in ("prepare_warps", "state_warps", "state_bwd_warps", "grads_warps"):
             if getattr(self, name) not in (1, 2, 4, 8):
                 raise ValueError(f"{name} must be 1, 2, 4 or 8, got {getattr(self, name)}")
-        for name in ("state_stages", "state_bwd_stages"):
+        if self.serial not in ("triton", "mosaic"):
+            raise ValueError(f"serial must be 'triton' or 'mosaic', got {self.serial!r}")
+        for name in ("state_stages", "state_bwd_stages", "hopper_stages"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name} must lie between 1 and 4, got {getattr(self, name)}")
         if not 1 <= self.segments <= 64:
@@ -62,7 +69,7 @@ class KdaConfig:
 
     def segments_of(self, chunks: int) -> int:
         """Segments for a sequence of so many chunks: none is empty, and none shorter than MIN_SEGMENT chunks."""
-        segments = max(1, min(self.segments, chunks // MIN_SEGMENT))
+        segments = 1 if self.serial == "mosaic" else max(1, min(self.segments, chunks // MIN_SEGMENT))
         length = -(-chunks // segments)
         return -(-chunks // length)
 
@@ -105,3 +112,14 @@ def choose_config(
     v_tile = min(config.v_tile, max(BLOCK, ceil_pow2(V)))
     config = dataclasses.replace(config, v_tile=v_tile)
     return config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
+
+
+def hopper_refusal(*, K: int, V: int, T: int, precision: str) -> str | None:
+    """Why the serial kernels for Hopper cannot serve a call there, or None where they can."""
+    if precision != "16bit":
+        return f"the serial Hopper kernels multiply 16-bit operands, and precision is {precision!r}"
+    if not 32 < K <= 128 or V not in (64, 128, 256):
+        return f"the serial Hopper kernels take K from 33 to 128 and V of 64, 128 or 256, got K={K} and V={V}"
+    if T % 8:
+        return f"the serial Hopper kernels copy tiles of 8 tokens, into which T={T} cannot be cut"
+    return None

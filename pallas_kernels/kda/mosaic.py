@@ -1,0 +1,275 @@
+"""The serial kernels for Hopper, on Pallas's Mosaic GPU backend: inputs and results of `kda_state` and `kda_state_bwd`,
+with 64 rows of S^T (or dS^T), [64, bk], in the registers of one warpgroup.
+
+The value dimension gives the rows of every product, so that neither the state nor U passes through shared memory: the
+accumulator of one product is, rounded, the left operand of the next. A second warpgroup does nothing but start the
+copies of chunks to come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend_mosaic as bm
+from pallas_kernels.kda.config import KdaConfig
+from pallas_kernels.kda.sizes import Sizes
+
+ROWS = 64  # Of S^T in a program: the rows of one product of the tensor cores.
+BUFFERS = 2  # Chunks whose results are on their way out.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A tile that every chunk brings: the array's number among the inputs, and how products read its rows.
+
+    where: of "rows" (the program's 64 rows of the value dimension), "tokens" ([B, T, HV, V], the chunk's tokens and the
+    program's columns) or "" (the whole tile of the chunk).
+    """
+
+    array: int
+    shape: tuple[int, ...]
+    row_bytes: int = 0  # 0: not an operand.
+    where: str = ""
+
+
+def _walk(
+    *refs, sizes: Sizes, op, reads: dict[str, _Read], writes: dict[str, str], step: Callable, inputs: int,
+    stages: int, start: bool, final: bool, backwards: bool, interpret: bool, **scratch: Any,
+):  # fmt: skip
+    """state = step(tiles, write, operand, state), chunk after chunk, from the last input (if start) or zeros to the
+    first output (if final). The other outputs are those of `writes`."""
+    sources, results = refs[:inputs], list(refs[inputs:])
+    final_ref = results.pop(0) if final else None
+    tiles = sizes.bv // ROWS
+    head, rows = lax.div(bm.program(), tiles), pl.ds(lax.rem(bm.program(), tiles) * ROWS, ROWS)
+    full, empty = scratch["full"], scratch["empty"]
+
+    def place(where: str, n):
+        if where == "tokens":
+            return (lax.div(head, sizes.HV), pl.ds(n * sizes.C, sizes.C), lax.rem(head, sizes.HV), rows)
+        return {"": (head, n), "rows": (head, n, rows), "columns": (head, n, slice(None), rows)}[where]
+
+    def chunk(s):
+        return sizes.nt - 1 - s if backwards else s
+
+    def operand(value):
+        """A left operand: the registers themselves, which interpret mode takes from memory alone."""
+        if not interpret:
+            return value
+        ref = scratch[f"left_{value.shape[1]}"]
+        ref[...] = value
+        return ref
+
+    @pl.when(bm.warpgroup() == 0)
+    def _():
+        bm.become_multiplier()
+
+        def visit(s, state):
+            slot, buffer = lax.rem(s, stages), lax.rem(s, BUFFERS)
+            buffers = {name: scratch[f"out_{name}"].at[buffer] for name in writes}
+            bm.await_buffers(len(writes) * (BUFFERS - 1))
+            bm.wait(full.at[slot])
+
+            def write(name, value, *, transposed=False):
+                if transposed:
+                    bm.store_transposed(buffers[name], value)
+                else:
+                    buffers[name][...] = value
+
+            state = step({name: scratch[name].at[slot] for name in reads}, write, operand, state)
+            bm.arrive(empty.at[slot])
+            n = chunk(s)
+            bm.copy_buffers_out(
+                [(buffers[name], ref.at[place(writes[name], n)]) for name, ref in zip(writes, results, strict=True)]
+            )
+            return state
+
+        state = bm.load(sources[-1].at[head, rows]) if start else bm.zeros((ROWS, sizes.bk))
+        state = lax.fori_loop(0, sizes.nt, visit, state)
+        if final_ref is not None:
+            final_ref.at[head, rows][...] = state
+        bm.finish_copies_out()
+
+    @pl.when(bm.warpgroup() == 1)
+    def _():
+        bm.become_copier()
+
+        @pl.loop(0, sizes.nt)
+        def _(s):
+            slot = lax.rem(s, stages)
+
+            @pl.when(s >= stages)
+            def _():
+                bm.wait(empty.at[slot])
+
+            for name, x in reads.items():
+                where = place(x.where, chunk(s)) if len(x.shape) == 2 else (head, chunk(s), 0)
+                bm.copy_in(sources[x.array].at[where], scratch[name].at[slot], full.at[slot])
+
+        for s in range(max(0, sizes.nt - stages), sizes.nt):  # No barrier may be given up before all have seen it.
+            bm.wait(empty.at[s % stages])
+
+
+def _forward_step(tile, write, operand, S, *, op, with_output: bool, save: bool, interpret: bool):
+    So = S.astype(op)
+    # Before the products: registers that one product has written may not change while another runs.
+    decayed = S * bm.load_row(tile["decay"], S.shape)
+    left = operand(So)
+
+    def products(u, o, s):
+        bm.multiply(u, left, bm.transpose(tile["W"]))
+        if with_output:
+            bm.multiply(o, left, bm.transpose(tile["Qhat"]))
+        if save:
+            write("S", So)  # Stores hide behind the products.
+        y = bm.load(tile["Y"]).astype(jnp.float32)
+        U = (y - bm.read(u, running=int(with_output))).astype(op)
+        right = operand(U)
+        bm.start_from(s, decayed, interpret)
+        bm.multiply(s, right, tile["Ktil"])
+        if with_output:
+            bm.multiply(o, right, bm.transpose(tile["P"]))
+        if save:
+            write("U", U, transposed=True)
+        S = bm.read_from(s, decayed, interpret)
+        if with_output:
+            write("o", bm.read(o).astype(op), transposed=True)
+        return S
+
+    small = (ROWS, tile["Ktil"].shape[0])
+    return bm.accumulators(products, small, small, S.shape)
+
+
+def _backward_step(tile, write, operand, dS, *, op, interpret: bool):
+    dSo = dS.astype(op)
+    decayed = dS * bm.load_row(tile["decay"], dS.shape)
+    left = operand(dSo)
+
+    def products(u, s):
+        bm.start_from(s, decayed, interpret)
+        bm.multiply(u, bm.transpose(tile["do"]), tile["P"])
+        bm.multiply(u, left, bm.transpose(tile["Ktil"]))
+        bm.multiply(s, bm.transpose(tile["do"]), tile["Qhat"])
+        write("dS", dSo)  # Stores hide behind the products.
+        dU = bm.read(u, running=1)
+        bm.multiply(s, operand((-dU).astype(op)), tile["W"])
+        write("dU", dU.astype(op), transposed=True)
+        return bm.read_from(s, decayed, interpret)
+
+    return bm.accumulators(products, (ROWS, tile["Ktil"].shape[0]), dS.shape)
+
+
+def _launch(
+    name: str, sizes: Sizes, inputs: list, reads: dict[str, _Read], writes: dict[str, tuple[str, Any]], step: Callable,
+    *, stages: int, start: jax.Array | None, final: bool, backwards: bool, interpret: bool,
+):  # fmt: skip
+    """writes: name -> (where, the array's shape and dtype). Returns the final state's transpose, if final, and them."""
+    op = inputs[1].dtype
+    if start is not None:
+        state = start.astype(jnp.float32).reshape(-1, sizes.K, sizes.V).swapaxes(1, 2)
+        inputs = [*inputs, jnp.pad(state, ((0, 0), (0, sizes.bv - sizes.V), (0, sizes.bk - sizes.K)))]
+    scratch = {"full": bm.barriers(stages, len(reads)), "empty": bm.barriers(stages, 1)}
+    for key, x in reads.items():
+        shape, dtype = (stages, *x.shape), inputs[x.array].dtype
+        scratch[key] = bm.tiles(shape, dtype, x.row_bytes) if x.row_bytes else bm.rows(shape, dtype)
+    for key, (where, _) in writes.items():
+        tile = (ROWS, sizes.bk) if where == "rows" else (sizes.C, ROWS)
+        scratch[f"out_{key}"] = bm.tiles((BUFFERS, *tile), op)
+    if interpret:
+        scratch |= {f"left_{n}": bm.rows((ROWS, n), op) for n in (sizes.bk, sizes.C)}
+    outputs = [jax.ShapeDtypeStruct((sizes.B * sizes.HV, sizes.bv, sizes.bk), jnp.float32)] if final else []
+    body = functools.partial(
+        _walk,
+        sizes=sizes,
+        op=op,
+        reads=reads,
+        writes={key: where for key, (where, _) in writes.items()},
+        step=functools.partial(step, op=op, interpret=interpret),
+        inputs=len(inputs),
+        stages=stages,
+        start=start is not None,
+        final=final,
+        backwards=backwards,
+        interpret=interpret,
+    )
+    found = bm.launch(
+        body,
+        name,
+        inputs,
+        [*outputs, *(x for _, x in writes.values())],
+        scratch,
+        programs=sizes.B * sizes.HV * sizes.bv // ROWS,
+        cluster=1,
+        warpgroups=2,
+        interpret=interpret,
+    )
+    state = None
+    if final:
+        state = found[0][:, : sizes.V, : sizes.K].swapaxes(1, 2).reshape(sizes.B, sizes.HV, sizes.K, sizes.V)
+    return state, list(found[len(outputs) :])
+
+
+def _common(sizes: Sizes) -> dict[str, Any]:
+    """Shapes of the tiles, and arrays that the serial kernels write."""
+    heads, C, bk, bv = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv
+    return {"within": 2 * C, "wide": min(128, 2 * bk), "S": (heads, sizes.nt, bv, bk), "U": (heads, sizes.nt, C, bv)}
+
+
+def run_states(prepared, initial_state, q, v, erase, *, config: KdaConfig, interpret, save, with_output=True):
+    """Runs `kda_state`. Arguments and results as in `forward.run_states`, S and U as a tuple."""
+    sizes = Sizes.of(q, v, erase, config)
+    x, op = _common(sizes), prepared.W.dtype
+    C, bk = sizes.C, sizes.bk
+    within, wide = x["within"], x["wide"]
+    reads = {
+        "W": _Read(0, (C, bk), wide),
+        "Y": _Read(1, (ROWS, C), within, "rows"),
+        "Ktil": _Read(2, (C, bk), within),
+        "decay": _Read(3, (bk,)),
+    }
+    inputs = [prepared.W, prepared.Y, prepared.Ktil, prepared.decay]
+    writes: dict[str, tuple[str, Any]] = {}
+    if with_output:
+        reads |= {"Qhat": _Read(4, (C, bk), wide), "P": _Read(5, (C, C), within)}
+        inputs += [prepared.Qhat, prepared.P]
+        writes["o"] = ("tokens", jax.ShapeDtypeStruct(v.shape, q.dtype))
+    if save:
+        writes |= {"S": ("rows", jax.ShapeDtypeStruct(x["S"], op)), "U": ("columns", jax.ShapeDtypeStruct(x["U"], op))}
+    final, found = _launch(
+        "kda_state", sizes, inputs, reads, writes, functools.partial(_forward_step, with_output=with_output, save=save),
+        stages=config.hopper_stages, start=initial_state, final=with_output, backwards=False, interpret=interpret,
+    )  # fmt: skip
+    return found[0] if with_output else None, final, tuple(found[-2:]) if save else None
+
+
+def run_states_bwd(
+    prepared, do, dfinal_state, has_initial, q, v, erase, *, config: KdaConfig, interpret
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Runs `kda_state_bwd`. Arguments and results as in `backward.run_states_bwd`."""
+    sizes = Sizes.of(q, v, erase, config)
+    x, op = _common(sizes), prepared.W.dtype
+    C, bk = sizes.C, sizes.bk
+    within, wide = x["within"], x["wide"]
+    reads = {
+        "do": _Read(0, (C, ROWS), within, "tokens"),
+        "W": _Read(1, (C, bk), within),
+        "Qhat": _Read(2, (C, bk), within),
+        "Ktil": _Read(3, (C, bk), wide),
+        "P": _Read(4, (C, C), within),
+        "decay": _Read(5, (bk,)),
+    }
+    writes = {"dS": ("rows", jax.ShapeDtypeStruct(x["S"], op)), "dU": ("columns", jax.ShapeDtypeStruct(x["U"], op))}
+    inputs = [do, prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay]
+    dinitial, found = _launch(
+        "kda_state_bwd", sizes, inputs, reads, writes, _backward_step,
+        stages=config.hopper_stages, start=dfinal_state, final=has_initial, backwards=True, interpret=interpret,
+    )  # fmt: skip
+    return found[0], found[1], dinitial
