@@ -65,7 +65,7 @@ def kda(
         all gates and states; they are handled in float32.
       beta: `[B, T, HV]`, the strength of the correction.
       scale: a Python number; K^-1/2 by default.
-      initial_state: `[B, HV, K, V]`; zeros by default.
+      initial_state: `[N, HV, K, V]`, where N is B unless `cu_seqlens` says otherwise; zeros by default.
       output_final_state: whether to return the state after the last token.
       safe_gate: accepted for the sake of callers of flash-linear-attention; every gate is safe here.
       state_v_first: whether the states given and returned are `[B, HV, V, K]`.
@@ -90,10 +90,16 @@ def kda(
       lower_bound: a Python number < 0, of the gate in the kernel; unbounded by default.
       A_log: `[HV]`, of the gate in the kernel. It may be left out where there is a lower bound: the rate is then 1.
       dt_bias: `[HV * K]`, of the gate in the kernel; zeros by default.
-      cu_seqlens, segment_ids: not implemented yet.
+      cu_seqlens: `[N + 1]`, int32 or int64, for B = 1: N sequences are packed one after the other, the n-th of them in
+        the tokens cu_seqlens[n] up to cu_seqlens[n + 1]. It starts with 0, does not decrease (a sequence may be empty:
+        its final state is its initial state) and ends with T, which may be 0. States are `[N, HV, K, V]`. Under `jit`
+        it may be traced; its values are not checked then, and one that does not end with T leaves results undefined.
+      segment_ids: `[B, T]`, int32 or int64: another way to say that sequences are packed. Where a token's id is not
+        that of the token before, the state is forgotten. The first segment of a row takes its initial state, the last
+        one leaves its final state.
 
     Returns:
-      `(o, final_state)`: o `[B, T, HV, V]` in q's dtype; final_state `[B, HV, K, V]` in float32 (float64 for float64
+      `(o, final_state)`: o `[B, T, HV, V]` in q's dtype; final_state `[N, HV, K, V]` in float32 (float64 for float64
       inputs), or None. Both are differentiable with respect to q, k, v, g, beta, A_log, dt_bias and initial_state.
 
     Raises:
@@ -106,9 +112,9 @@ def kda(
     Expressive, Efficient Attention Architecture", 2025 (arXiv:2510.26692). Arguments follow `chunk_kda` of
     flash-linear-attention.
     """
-    _refuse_options("kda", cu_seqlens=cu_seqlens, segment_ids=segment_ids)
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     arrays |= {"A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state}
+    arrays |= {"cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
     options = Options(
         scale=scale,
         output_final_state=output_final_state,
@@ -173,9 +179,9 @@ def gdn2(
     ):
         if value:
             raise TypeError(f"gdn2: {name} is an option of beta, and gdn2 has the gates erase and write instead")
-    _refuse_options("gdn2", cu_seqlens=cu_seqlens, segment_ids=segment_ids)
     arrays = {"q": q, "k": k, "v": v, "g": g, "erase": erase, "write": write}
     arrays |= {"A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state}
+    arrays |= {"cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
     options = Options(
         scale=scale,
         output_final_state=output_final_state,
@@ -194,12 +200,13 @@ def gdn2(
 def _delta_rule(operator: str, given: dict[str, Any], options: Options):
     """One call of either operator, from arguments as given to results as returned."""
     x, options = validate(operator, given, options)
-    B, _, _, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    if B == 0:
+    (B, T, HV, V), K = x.v.shape, x.q.shape[3]
+    if 0 in (B, T):
         # Nothing to compute, and kernels need a grid.
-        o = jnp.zeros(x.v.shape, x.q.dtype)
-        final_state = jnp.zeros((0, HV, K, V), jnp.promote_types(x.q.dtype, jnp.float32))
+        o, final_state = jnp.zeros(x.v.shape, x.q.dtype), x.initial_state
+        if final_state is None:
+            N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+            final_state = jnp.zeros((N, HV, K, V), jnp.promote_types(x.q.dtype, jnp.float32))
     else:
         plan = _plan(operator, options, x)
         if plan.raw is None:
@@ -209,12 +216,6 @@ def _delta_rule(operator: str, given: dict[str, Any], options: Options):
     if not options.output_final_state:
         return o, None
     return o, jnp.swapaxes(final_state, -1, -2) if options.state_v_first else final_state
-
-
-def _refuse_options(operator: str, **options: Any) -> None:
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{operator}: {name} is not implemented yet")
 
 
 def _computed(x: Arguments, options: Options) -> Arguments:
@@ -228,6 +229,8 @@ def _computed(x: Arguments, options: Options) -> Arguments:
         x = x._replace(erase=gates.beta_sigmoid(x.erase.astype(wide), options.neg_eigval))
     if options.l2norm:
         x = x._replace(q=gates.l2_normalize(x.q), k=gates.l2_normalize(x.k))
+    if x.starts is not None:  # A segment starts by forgetting everything.
+        x = x._replace(g=jnp.where(x.starts[..., None, None], -jnp.inf, x.g), starts=None)
     return x
 
 
@@ -254,6 +257,7 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     """Chooses the implementation: the one asked for, or else the best that can serve the call."""
     device, interpret = device_of(*(array for array in x if array is not None)), interpreting()
     (B, T, HV, V), K = x.v.shape, x.q.shape[3]
+    N = 1 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     sizes: dict[str, Any] = {"K": K, "V": V, "T": T, "batch_heads": B * HV}
     sizes |= {"precision": options.precision, "chunk_size": options.chunk_size}
     asked = options.implementation
@@ -280,6 +284,8 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     passed_over = [("pallas_triton", "implementation='xla' was asked for")]
     if asked != "xla":
         try:
+            if x.cu_seqlens is not None or x.starts is not None:
+                raise NotImplementedError("the kernels take no packed sequences yet")
             config, passed_over = _kernel_config(device, interpret, asked, sizes)
             raw = _kernels().Raw(
                 options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval
@@ -293,7 +299,7 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
             if device.platform == "gpu" or interpret:
                 warn_once(f"{operator}: taking the slower implementation 'xla', not 'pallas_triton': {reason}")
             passed_over = [("pallas_triton", str(reason))]
-    return plan("xla", chunked.choose_config(device.platform, dtype=x.q.dtype, **sizes), passed_over)
+    return plan("xla", chunked.choose_config(device.platform, dtype=x.q.dtype, sequences=N, **sizes), passed_over)
 
 
 def _kernel_config(
@@ -357,7 +363,7 @@ def _by_autodiff(plan: _Plan, x: Arguments):
 
 
 def _recurrent(plan, x):
-    o, final_state = recurrent.forward(*_operands(x), scale=plan.scale)
+    o, final_state = recurrent.forward(*_operands(x), scale=plan.scale, cu_seqlens=x.cu_seqlens)
     return o, final_state if plan.final_state else None
 
 
@@ -379,7 +385,9 @@ def _forward_with_residuals(plan, x):
 
 def _forward_kernels(plan, x, save):
     if plan.implementation == "xla":
-        o, final_state, residuals = chunked.forward(*_operands(x), scale=plan.scale, config=plan.config, save=save)
+        o, final_state, residuals = chunked.forward(
+            *_operands(x), scale=plan.scale, config=plan.config, save=save, cu_seqlens=x.cu_seqlens
+        )
     else:
         o, final_state, residuals = _kernels().forward(
             *_operands(x), A_log=x.A_log, dt_bias=x.dt_bias, save=save, **_of_kernels(plan)
@@ -394,7 +402,7 @@ def _forward_kernels(plan, x, save):
 def _backward(plan, x, residuals, o, do, dfinal_state):
     arrays = (*_operands(x), residuals, do, dfinal_state)
     if plan.implementation == "xla":
-        *grads, dstate = chunked.backward(*arrays, scale=plan.scale, config=plan.config)
+        *grads, dstate = chunked.backward(*arrays, scale=plan.scale, config=plan.config, cu_seqlens=x.cu_seqlens)
         return Arguments(*grads, initial_state=dstate)
     return Arguments(*_kernels().backward(*arrays, A_log=x.A_log, dt_bias=x.dt_bias, o=o, **_of_kernels(plan)))
 

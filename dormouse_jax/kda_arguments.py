@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dormouse_jax import packing
 from dormouse_jax import validation as check
 
 IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla", "recurrent")
@@ -28,7 +30,9 @@ class Arguments(NamedTuple):
     write: Any = None  # [B, T, HV, V] of gdn2
     A_log: Any = None  # [HV]
     dt_bias: Any = None  # [HV * K]
-    initial_state: Any = None  # [B, HV, K, V]
+    initial_state: Any = None  # [N, HV, K, V], with N = B unless sequences are packed
+    cu_seqlens: Any = None  # [N + 1] int32, with B = 1
+    starts: Any = None  # [B, T] bool, where another segment begins than that of the token before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,28 +58,43 @@ def validate(operator: str, given: dict[str, Any], options: Options) -> tuple[Ar
 
     Args:
       operator: "kda", "gdn2" or "kda_step", which every error names.
-      given: the array arguments by the names of the public function; A_log, dt_bias and initial_state may be None.
+      given: the array arguments by the names of the public function. A_log, dt_bias, initial_state, cu_seqlens and
+        segment_ids may be None.
       options: as given.
     """
+    cu_seqlens, segment_ids = given.pop("cu_seqlens", None), given.pop("segment_ids", None)
     optional = ("A_log", "dt_bias", "initial_state")
     arrays: dict[str, Any] = {
         name: None if x is None and name in optional else check.as_array(operator, name, x) for name, x in given.items()
     }
-    K = _require_shapes(operator, arrays, bool(options.state_v_first))
+    K = _require_shapes(operator, arrays, bool(options.state_v_first), cu_seqlens)
     options = _validate_options(operator, options, str(arrays["q"].dtype), K)
     _require_gate(operator, arrays, options)
     _require_dtypes(operator, arrays, options.implementation)
+    packed = _packed(operator, arrays["q"].shape, cu_seqlens, segment_ids)
 
     arrays |= {"erase": arrays.pop("beta")} if "beta" in arrays else {}
     state = arrays.pop("state" if operator == "kda_step" else "initial_state")
     if state is not None:
         state = state.astype(jnp.promote_types(arrays["q"].dtype, jnp.float32))
         state = jnp.swapaxes(state, -1, -2) if options.state_v_first else state
-    return Arguments(**arrays, initial_state=state), options
+    return Arguments(**arrays, initial_state=state, **packed), options
 
 
-def _require_shapes(operator: str, arrays: dict[str, jax.Array | None], state_v_first: bool) -> int:
-    """Checks every shape; returns K."""
+def _packed(operator: str, q_shape: tuple[int, ...], cu_seqlens: Any, segment_ids: Any) -> dict[str, jax.Array]:
+    if cu_seqlens is not None and segment_ids is not None:
+        raise ValueError(f"{operator}: segment_ids must be None with cu_seqlens, which says as much, got both")
+    if cu_seqlens is not None:
+        return {"cu_seqlens": packing.require_cu_seqlens(operator, cu_seqlens, *q_shape[:2])}
+    if segment_ids is not None:
+        return {"starts": packing.segment_starts(operator, segment_ids, *q_shape[:2])}
+    return {}
+
+
+def _require_shapes(
+    operator: str, arrays: dict[str, jax.Array | None], state_v_first: bool, cu_seqlens: Any = None
+) -> int:
+    """Checks every shape but those of what says how sequences are packed; returns K."""
 
     def require(name: str, axes: str, *shape: int | str) -> tuple[Any, ...]:
         x = arrays.get(name)
@@ -88,7 +107,7 @@ def _require_shapes(operator: str, arrays: dict[str, jax.Array | None], state_v_
     B, *times, H, K = require("q", f"{head}, H, K]", "B", *times, "H", "K")
     require("k", f"{head}, H, K]", B, *times, H, K)
     HV, V = require("v", f"{head}, HV, V]", B, *times, "HV", "V")[-2:]
-    if 0 in times:
+    if 0 in times and cu_seqlens is None:
         raise ValueError(f"{operator}: T must be at least 1, got q of shape {[B, *times, H, K]}")
     if H < 1 or HV < 1 or HV % H:
         raise ValueError(
@@ -104,11 +123,12 @@ def _require_shapes(operator: str, arrays: dict[str, jax.Array | None], state_v_
     require("write", f"{head}, HV, V]", B, *times, HV, V)
     require("A_log", "[HV]", HV)
     require("dt_bias", "[HV * K]", HV * K)
+    axis, N = ("B", B) if cu_seqlens is None else ("N", max(np.size(cu_seqlens) - 1, 0))
     for name in ("state", "initial_state"):
         if state_v_first:
-            require(name, "[B, HV, V, K]", B, HV, V, K)
+            require(name, f"[{axis}, HV, V, K]", N, HV, V, K)
         else:
-            require(name, "[B, HV, K, V]", B, HV, K, V)
+            require(name, f"[{axis}, HV, K, V]", N, HV, K, V)
     return K
 
 

@@ -167,6 +167,16 @@ def raw(p: Problem, *names: str, seed: int = 1, decay: float = 0.3) -> Problem:
     return dataclasses.replace(p, inputs=inputs, options=options)
 
 
+def packed(operator: str, lengths: tuple[int, ...], shape: Shape = STANDARD, seed: int = 0, **options: Any) -> Problem:
+    """A random problem of packed sequences of these lengths, each with a state of its own: B = 1, T their sum."""
+    p = problem(operator, dataclasses.replace(shape, B=1, T=max(sum(lengths), 1)), seed=seed, **options)
+    T, rng = sum(lengths), np.random.default_rng(seed + 1)
+    inputs = {name: x[:, :T] for name, x in p.inputs.items()}
+    states = [rng.normal(size=(len(lengths), *p.dfinal_state.shape[1:])).astype(np.float32) for _ in range(2)]
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return Problem(operator, inputs, states[0], p.do[:, :T], states[1], {"cu_seqlens": cu_seqlens})
+
+
 def call(p: Problem, implementation: str | None, **options: Any) -> tuple[jax.Array, jax.Array]:
     """(o, final_state) of the operator on the problem's inputs."""
     options = {"output_final_state": True, "initial_state": p.initial_state} | p.options | options

@@ -1,5 +1,6 @@
 """Calls of `kda` and `gdn2` that cannot be served: what is raised, and what it says."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -259,13 +260,48 @@ COMMON = [
         TypeError,
         "lower_bound must be a Python number, got ndarray",
     ),
-    ("cu_seqlens", {}, {"cu_seqlens": np.array([0, 8])}, NotImplementedError, "cu_seqlens is not implemented yet"),
     (
-        "segment_ids",
+        "cu_seqlens_with_a_batch",
         {},
-        {"segment_ids": np.zeros((2, 8), np.int32)},
-        NotImplementedError,
-        "segment_ids is not implemented yet",
+        {"cu_seqlens": np.array([0, 8])},
+        ValueError,
+        "B must be 1 with cu_seqlens, got q with B = 2",
+    ),
+    (
+        "cu_seqlens_of_one_number",
+        {},
+        {"cu_seqlens": np.array([0])},
+        ValueError,
+        "cu_seqlens must have shape [N + 1] with N >= 1, got [1]",
+    ),
+    (
+        "cu_seqlens_of_floats",
+        {},
+        {"cu_seqlens": np.array([0.0, 8.0], np.float32)},
+        TypeError,
+        "cu_seqlens must be int32 or int64, got float32",
+    ),
+    ("cu_seqlens_list", {}, {"cu_seqlens": [0, 8]}, TypeError, "cu_seqlens must be an array, got list"),
+    (
+        "segment_ids_of_other_length",
+        {},
+        {"segment_ids": np.zeros((2, 7), np.int32)},
+        ValueError,
+        "segment_ids must have shape [B, T] = [2, 8], got [2, 7]",
+    ),
+    (
+        "segment_ids_of_floats",
+        {},
+        {"segment_ids": ones(2, 8)},
+        TypeError,
+        "segment_ids must be int32 or int64, got float32",
+    ),
+    (
+        "both_kinds_of_packing",
+        {},
+        {"segment_ids": np.zeros((2, 8), np.int32), "cu_seqlens": np.array([0, 8])},
+        ValueError,
+        "segment_ids must be None with cu_seqlens, which says as much, got both",
     ),
 ]
 
@@ -342,6 +378,29 @@ class ErrorsTest(parameterized.TestCase):
             self.skipTest("not an array that can be traced")
         with self.assertRaisesRegex(exception, re.escape(f"{operator}: {message}")):
             jax.jit(functools.partial(call, operator, **options))(arrays)
+
+    @parameterized.named_parameters(
+        ("starting_late", [1, 8], "cu_seqlens must start with 0, got 1"),
+        ("decreasing", [0, 6, 5, 8], "cu_seqlens must not decrease, got 5 after 6 at 2"),
+        ("ending_early", [0, 3, 7], "cu_seqlens must end with T = 8, got 7"),
+        ("ending_late", [0, 3, 9], "cu_seqlens must end with T = 8, got 9"),
+        ("of_two_states", [0, 3, 8], "initial_state must have shape [N, HV, K, V] = [2, 4, 6, 5], got [1, 4, 6, 5]"),
+    )
+    def test_packings_that_are_none(self, cu_seqlens, message):
+        p = helpers.problem("kda", dataclasses.replace(SHAPE, B=1))
+        options = {"initial_state": p.initial_state} if "state" in message else {}
+        for array in (np.array(cu_seqlens), jnp.array(cu_seqlens)):
+            with self.assertRaisesRegex(ValueError, re.escape(f"kda: {message}")):
+                dormouse_jax.kda(**p.inputs, cu_seqlens=array, **options)
+
+    @parameterized.parameters("recurrent", "xla")
+    def test_a_traced_packing_that_is_none_is_not_checked_and_harms_nothing(self, implementation):
+        p = helpers.problem("kda", dataclasses.replace(SHAPE, B=1))
+        run = jax.jit(lambda x, cu_seqlens: dormouse_jax.kda(**x, cu_seqlens=cu_seqlens, implementation=implementation))
+        want, _ = run(p.inputs, jnp.array([0, 3, 8]))
+        for bad in ([0, 3, 900], [-5, 3, 8], [0, 3, 5], [2, 3, 8]):
+            o, _ = run(p.inputs, jnp.array(bad))
+            self.assertEqual(o.shape, want.shape)
 
     @parameterized.parameters(*OPERATORS)
     def test_16_bit_inputs_take_no_other_precision(self, operator):

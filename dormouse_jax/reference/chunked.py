@@ -9,6 +9,9 @@ Per chunk of C tokens, with S0 the state that enters it, G the cumulative sum of
 
 Everything but the states is computed for many chunks at once; the states follow in a scan. Long sequences go group of
 chunks by group of chunks, so that what is held at a time is bounded. Arrays of N chunks are `[N, B, HV, C, dim]`.
+
+Packed sequences are brought into chunks of one sequence each, the rest of a sequence's last chunk filled with zeros,
+which change no state. The scan then carries the states of all sequences.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from dormouse_jax import packing
 
 # Rows of a block. Inside one, exp(G_i - G_j) is computed for every pair; between two, it is factored at the later
 # block's first row, where both factors are at most one.
@@ -55,16 +60,27 @@ class ChunkedConfig:
 
 
 def choose_config(
-    platform: str, *, K: int, V: int, T: int, batch_heads: int, precision: str, dtype: jnp.dtype, chunk_size: int | None
+    platform: str,
+    *,
+    K: int,
+    V: int,
+    T: int,
+    batch_heads: int,
+    precision: str,
+    dtype: jnp.dtype,
+    chunk_size: int | None,
+    sequences: int = 1,
 ) -> ChunkedConfig:
-    """A configuration for `batch_heads` sequences of T tokens on "cpu", "gpu" or another platform.
+    """A configuration for `batch_heads` rows of T tokens, each of so many sequences, on "cpu", "gpu" or another
+    platform.
 
     XLA knows one-pass TF32 on GPUs only, and elsewhere "tf32" is computed as "fp32". float16 operands go through TF32,
     which keeps all of their 11 bits and has the range that states and gradients need.
     """
     if chunk_size is None:
-        chunk_size = next((C for C in (16, 32) if T <= C), 32 if platform == "cpu" else 64)
-    chunks = -(-T // chunk_size)
+        length = -(-T // sequences)
+        chunk_size = next((C for C in (16, 32) if length <= C), 32 if platform == "cpu" else 64)
+    chunks = packing.number_of_slots(T, sequences, chunk_size)
     chunk_bytes = 4 * chunk_size * max(K, V) * max(batch_heads, 1)
     most = max(1, _GROUP_BYTES.get(platform, _GROUP_BYTES["gpu"]) // chunk_bytes)
     groups = -(-chunks // most)
@@ -94,15 +110,16 @@ def forward(
     scale: float,
     config: ChunkedConfig,
     save: bool = False,
+    cu_seqlens: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:
     """Chunked forward. Arguments and results as in `reference.recurrent.forward`, residuals (or None) third."""
-    layout = _Layout(q, v, config)
+    layout = _Layout(q, v, config, cu_seqlens)
     inputs = tuple(layout.pad(x) for x in (q, k, v, g, erase, write))
 
     def group(S, index):
         x = _load(inputs, index, layout, scale)
         c = _prepare(x, *_pair_products(x), config.products)
-        S1, (states, U) = _scan_states(c, S, config.products)
+        S1, (states, U) = _scan_states(c, S, config.products, layout.sequences(index))
         o = _dot("nbhik,nbhkv->nbhiv", c.Qhat, states, config.products)
         o = o + _dot("nbhij,nbhjv->nbhiv", c.P, U, config.products)
         return S1, (layout.tokens(o).astype(v.dtype), Residuals(c.M, c.P, states) if save else None)
@@ -127,20 +144,22 @@ def backward(
     *,
     scale: float,
     config: ChunkedConfig,
+    cu_seqlens: jax.Array | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """Chunked backward: gradients of q, k, v, g, erase, write and initial_state, None where the input is None.
 
     Without residuals it computes everything again from the inputs; of long sequences it first finds the state that
     enters each group of chunks.
     """
-    layout = _Layout(q, v, config)
+    layout = _Layout(q, v, config, cu_seqlens)
     inputs = tuple(layout.pad(x) for x in (q, k, v, g, erase, write))
     do = layout.pad(do)
     products = config.products
 
     def entering_state(S, index):
         x = _load(inputs, index, layout, scale)
-        return _scan_states(_prepare(x, *_pair_products(x), products), S, products)[0], S
+        c = _prepare(x, *_pair_products(x), products)
+        return _scan_states(c, S, products, layout.sequences(index))[0], S
 
     S0 = layout.state(initial_state)
     if residuals is not None:
@@ -157,9 +176,9 @@ def backward(
             U = c.My - _dot("nbhik,nbhkv->nbhiv", c.W, states, products)
         else:
             c = _prepare(x, *_pair_products(x), products)
-            states, U = _scan_states(c, kept, products)[1]
+            states, U = _scan_states(c, kept, products, layout.sequences(index))[1]
         dO = layout.load(do, index)
-        dS0, (dS1, dU) = _scan_state_gradients(c, dO, dS, products)
+        dS0, (dS1, dU) = _scan_state_gradients(c, dO, dS, products, layout.sequences(index))
         return dS0, _gradients(inputs, x, c, states, U, dO, dS1, dU, layout, scale, products)
 
     dS = jnp.zeros_like(S0) if dfinal_state is None else dfinal_state.astype(jnp.float32)
@@ -178,23 +197,46 @@ def backward(
 class _Layout:
     """Where the tokens of `[B, T, heads, dim]` arrays lie in groups of chunks `[N, B, HV, C, dim]`."""
 
-    def __init__(self, q, v, config):
+    def __init__(self, q, v, config, cu_seqlens=None):
         self.B, self.T, self.H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
         self.C, self.chunks = config.chunk_size, config.chunks_per_group
         self.group = self.C * self.chunks
-        self.groups = -(-self.T // self.group)
+        self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        slots = packing.number_of_slots(self.T, 1 if cu_seqlens is None else self.N, self.C)
+        self.groups = -(-slots // self.chunks)
+        self.packed = None
+        if cu_seqlens is not None:
+            found = packing.chunks(cu_seqlens, self.T, self.C)
+            fill = self.groups * self.chunks - slots
+            rows = jnp.pad(found.rows, ((0, fill), (0, 0)))
+            token = rows[:, :1] + jnp.arange(self.C, dtype=jnp.int32)
+            # Which token a row of a chunk holds (T: none), and which row of all chunks a token lies in.
+            token = jnp.where(token < rows[:, 1:], token, self.T).reshape(-1)
+            sequence = packing.sequence_of_tokens(cu_seqlens, self.T)
+            row = found.first[sequence] * self.C + jnp.arange(self.T, dtype=jnp.int32) - cu_seqlens[sequence]
+            self.packed = token, row, jnp.pad(found.sequence, (0, fill))
 
     def state(self, state):
         """The initial state in float32."""
         if state is None:
-            return jnp.zeros((self.B, self.HV, self.K, self.V), jnp.float32)
+            return jnp.zeros((self.N, self.HV, self.K, self.V), jnp.float32)
         return state.astype(jnp.float32)
 
+    def sequences(self, index):
+        """The sequences that the chunks of a group belong to, or None where each row is one."""
+        if self.packed is None:
+            return None
+        return lax.dynamic_slice_in_dim(self.packed[2], index * self.chunks, self.chunks)
+
     def pad(self, x):
-        """Zeros, which change no state, after the last token of the last group."""
+        """Tokens as the chunks of all groups hold them, with zeros, which change no state, where there is none."""
+        if x is None:
+            return None
+        if self.packed is not None:
+            return jnp.take(x, self.packed[0], axis=1, mode="fill", fill_value=0)
         short = self.groups * self.group - self.T
-        return x if x is None or short == 0 else jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
+        return x if short == 0 else jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
 
     def load(self, x, index):
         """Group `index` of a padded array of tokens, in float32 and with a head for every value head."""
@@ -211,7 +253,8 @@ class _Layout:
     def join(self, x):
         """`[groups, B, tokens of a group, ...]` to `[B, T, ...]`."""
         x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(self.B, self.groups * self.group, *x.shape[3:])[:, : self.T]
+        x = x.reshape(self.B, self.groups * self.group, *x.shape[3:])
+        return x[:, : self.T] if self.packed is None else jnp.take(x, self.packed[1], axis=1, mode="clip")
 
     def scan(self, body, carry, xs=None, reverse=False):
         """`lax.scan` of `body` over the groups, without a loop when there is one."""
@@ -370,7 +413,7 @@ def _prepare(x, M, P, products):
     return _Chunks(M, P, W, My, Ehat, x.q * from_start, x.k * to_end, from_start, to_end, total)
 
 
-def _scan_states(c, S, products):
+def _scan_states(c, S, products, sequences):
     """The state after the last chunk, and of each chunk the state that enters it and U."""
 
     def chunk(S, c):
@@ -378,13 +421,27 @@ def _scan_states(c, S, products):
         S1 = c.total[..., None] * S + _dot("bhjk,bhjv->bhkv", c.Ktil, U, products)
         return S1, (S, U)
 
-    return lax.scan(chunk, S, c)
+    return _scan_chunks(chunk, S, c, sequences)
+
+
+def _scan_chunks(chunk, S, xs, sequences, reverse=False):
+    """`lax.scan` of `chunk` over chunks. Those of packed sequences take their sequence's state from all of them, and
+    put it back."""
+
+    def packed_chunk(states, x):
+        n, x = x
+        S, y = chunk(lax.dynamic_slice_in_dim(states, n, 1), x)
+        return lax.dynamic_update_slice_in_dim(states, S, n, 0), y
+
+    if sequences is None:
+        return lax.scan(chunk, S, xs, reverse=reverse)
+    return lax.scan(packed_chunk, S, (sequences, xs), reverse=reverse)
 
 
 # Backward
 
 
-def _scan_state_gradients(c, dO, dS, products):
+def _scan_state_gradients(c, dO, dS, products, sequences):
     """The gradient of the state that enters the first chunk, and of each chunk dS1 and dU.
 
     dU = P^T do + Ktil dS1,   dS0 = diag(exp(G_C)) dS1 + Qhat^T do - W^T dU
@@ -398,7 +455,7 @@ def _scan_state_gradients(c, dO, dS, products):
         dS0 = c.total[..., None] * dS1 + dS_output - _dot("bhik,bhiv->bhkv", c.W, dU, products)
         return dS0, (dS1, dU)
 
-    return lax.scan(chunk, dS, (c, dU_output, dS_output), reverse=True)
+    return _scan_chunks(chunk, dS, (c, dU_output, dS_output), sequences, reverse=True)
 
 
 def _pair_gradients(x, dA, dP):

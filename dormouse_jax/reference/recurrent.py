@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dormouse_jax import packing
+
 
 def step(
     q: jax.Array,
@@ -60,6 +62,7 @@ def forward(
     initial_state: jax.Array | None,
     *,
     scale: float,
+    cu_seqlens: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the recurrence with `lax.scan`; differentiable by JAX in forward and in reverse mode.
 
@@ -71,9 +74,10 @@ def forward(
       write: `[B, T, HV, V]`, or None for the gate of `erase`.
       initial_state: `[B, HV, K, V]`, or None for zeros.
       scale: factor of the output.
+      cu_seqlens: `[N + 1]`, where packed sequences begin and end; states are then `[N, HV, K, V]`, and B is 1.
 
     Returns:
-      `(o, final_state)`, `[B, T, HV, V]` in v's dtype and `[B, HV, K, V]`. All arithmetic is in float64 for float64
+      `(o, final_state)`, `[B, T, HV, V]` in v's dtype and `[N, HV, K, V]`. All arithmetic is in float64 for float64
       inputs and in float32 for all others.
     """
     B, T, H, K = q.shape
@@ -81,7 +85,8 @@ def forward(
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     erase = erase if erase.ndim == 4 else erase[..., None]
     write = erase if write is None else write
-    state = jnp.zeros((B, HV, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = jnp.zeros((N, HV, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
 
     # Segments of about sqrt(T) steps, each a checkpoint: reverse mode then keeps 2 sqrt(T) states instead of T. The
     # steps that fill up the last segment have q = k = v = g = erase = write = 0 and leave the state alone.
@@ -97,10 +102,20 @@ def forward(
         o_t, S = step(q_t, k_t, v_t, g_t, erase_t, write_t, S, scale=scale)
         return S, o_t
 
+    def packed_token(states, inputs):
+        """A token of one sequence among many: its state is taken from all of them and put back."""
+        sequence, *inputs = inputs
+        S, o_t = token(lax.dynamic_slice_in_dim(states, sequence[0], 1), inputs)
+        return lax.dynamic_update_slice_in_dim(states, S, sequence[0], 0), o_t
+
+    xs = [by_segment(x) for x in (q, k, v, g, erase, write)]
+    if cu_seqlens is not None:
+        xs.insert(0, by_segment(packing.sequence_of_tokens(cu_seqlens, T)[None]))
+
     @jax.checkpoint
     def segment(S, inputs):
-        return lax.scan(token, S, inputs)
+        return lax.scan(token if cu_seqlens is None else packed_token, S, inputs)
 
-    final_state, o = lax.scan(segment, state, tuple(by_segment(x) for x in (q, k, v, g, erase, write)))
+    final_state, o = lax.scan(segment, state, xs)
     o = o.reshape(segments * steps, B, HV, V)[:T]
     return jnp.moveaxis(o, 0, 1), final_state
