@@ -38,7 +38,9 @@ def define(*, impl: str, preset: str, mode: str = "fwd,fwdbwd") -> None:
     flags.DEFINE_integer("seed", 0, "Seed of the inputs and of the order of the rounds.")
     flags.DEFINE_bool("cold", True, "Time with a flushed L2 (GPU).")
     flags.DEFINE_bool("warm", True, "Time with a warm L2 (GPU).")
-    flags.DEFINE_integer("repeats", 0, "Calls that must equal the first bit for bit, per arm and mode.", lower_bound=0)
+    flags.DEFINE_integer(
+        "repeats", 0, "Calls of each arm of ours and mode that must equal the first bit for bit.", lower_bound=0
+    )
     flags.DEFINE_bool("kernels", False, "List every arm's kernels with their times.")
     flags.DEFINE_string("logs", None, "Folder that keeps the workers' logs.")
 
