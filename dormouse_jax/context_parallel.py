@@ -1,15 +1,15 @@
 """Kimi Delta Attention on sequences that are split over devices along time.
 
-All that a segment of a sequence makes of the state S that enters it is affine in S:
+All that a device's part of a sequence makes of the state S that enters it is affine in S:
 
     o_t = o0_t + S^T r_t        the state after it = E + D S
 
 o0 and E are what the operator gives from a state of zeros; r_t and D what it gives from the identity as a state (of
-value dim K) with all values at zero. So every device runs the operator twice on its own segment, all devices exchange
-(D, E), and each composes those of the segments before its own into the state that enters it.
+value dim K) with all values at zero. So every device runs the operator twice on its own part, all devices exchange
+(D, E), and each composes those of the parts before its own into the state that enters it.
 
-The gradient of the loss in the states takes the way back by the transposed maps: with c_i = sum_t r_t do_t^T what a
-segment's own outputs ask of the state that enters it, dS_i = D_i^T dS_{i+1} + c_i.
+The gradient of the loss in the states takes the way back by the transposed maps: with c_i = sum_t r_t do_t^T what the
+outputs of part i ask of the state that enters it, dS_i = D_i^T dS_{i+1} + c_i.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def kda(
     state_v_first: bool = False,
     A_log: jax.Array | None = None,
     dt_bias: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`dormouse_jax.kda` inside `jax.shard_map`, where the time axis is split over the mesh axis `axis_name`.
@@ -49,14 +50,14 @@ def kda(
     Batch and heads may be split over other axes of the mesh.
 
     Args:
-      q, k, v, g, beta: as in `dormouse_jax.kda`, of the segment of this device; segments follow each other in the order
-        of the axis.
+      q, k, v, g, beta, segment_ids: as in `dormouse_jax.kda`, of the part that this device has; parts follow each other
+        in the order of the axis.
       axis_name: the mesh axis.
-      initial_state: the state before the first segment, the same on all devices of the axis.
-      A_log, dt_bias, options, and all else: as in `dormouse_jax.kda`; no cu_seqlens and no segment_ids.
+      initial_state: the state before the first part, the same on all devices of the axis.
+      A_log, dt_bias, options, and all else: as in `dormouse_jax.kda`; no cu_seqlens.
 
     Returns:
-      `(o, final_state)`: o of this device's segment; the state after the last segment, the same on all devices of the
+      `(o, final_state)`: o of this device's part; the state after the last one, the same on all devices of the
       axis, or None. Both are differentiable as those of `dormouse_jax.kda`, in reverse mode.
 
     A forward costs that of the operator twice, with value dims V and K, and a product of `[T, K]` and `[K, V]` a head.
@@ -65,16 +66,13 @@ def kda(
 
     Raises: as `dormouse_jax.kda`.
     """
-    for name in ("cu_seqlens", "segment_ids"):
-        if options.pop(name, None) is not None:
-            raise NotImplementedError(
-                f"context_parallel.kda: {name} is not implemented: sequences are whole batch rows"
-            )
+    if options.pop("cu_seqlens", None) is not None:
+        raise NotImplementedError("context_parallel.kda: cu_seqlens is not implemented; segment_ids say the same")
     x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     if state_v_first and initial_state is not None:
         initial_state = jnp.swapaxes(initial_state, -1, -2)
     call = _Call(axis_name, bool(output_final_state), tuple(sorted(options.items())))
-    o, final_state = _run(call, x, initial_state)
+    o, final_state = _run(call, x, segment_ids, initial_state)
     if final_state is not None and state_v_first:
         final_state = jnp.swapaxes(final_state, -1, -2)
     return o, final_state
@@ -88,11 +86,19 @@ class _Call:
     output_final_state: bool
     options: tuple[tuple[str, Any], ...]
 
-    def kda(self, x: dict[str, Any], state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """The operator on this device's segment, from `state`."""
-        o, final_state = kda_on_one_device(**x, initial_state=state, output_final_state=True, **dict(self.options))
+    def kda(self, x: dict[str, Any], segment_ids: Any, state: Any) -> tuple[jax.Array, jax.Array]:
+        """The operator on this device's part, from `state`."""
+        options = dict(self.options) | {"initial_state": state, "output_final_state": True}
+        o, final_state = kda_on_one_device(**x, segment_ids=segment_ids, **options)
         assert final_state is not None
         return o, final_state
+
+    def continues(self, segment_ids: jax.Array | None, index: jax.Array) -> jax.Array:
+        """Whether a row's first token here is of the segment of the last token before it, `[B, 1, 1, 1]`."""
+        if segment_ids is None:
+            return jnp.ones((1, 1, 1, 1), bool)
+        last = lax.all_gather(segment_ids[:, -1], self.axis_name)[index - 1]
+        return ((index == 0) | (last == segment_ids[:, 0]))[:, None, None, None]
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -105,13 +111,15 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=wide)
 
 
-def _run_fwd(call: _Call, x: dict[str, Any], initial_state: jax.Array | None):
-    o, E = call.kda(x, None)
+def _run_fwd(call: _Call, x: dict[str, Any], segment_ids: Any, initial_state: jax.Array | None):
+    index, devices = lax.axis_index(call.axis_name), lax.axis_size(call.axis_name)
+    o, E = call.kda(x, segment_ids, None)
     K = x["q"].shape[-1]
     identity = jnp.broadcast_to(jnp.eye(K, dtype=E.dtype), (*E.shape[:2], K, K))
-    r, D = call.kda(x | {"v": jnp.zeros((*x["v"].shape[:-1], K), x["v"].dtype)}, identity)
+    without_values = x | {"v": jnp.zeros((*x["v"].shape[:-1], K), x["v"].dtype)}
+    continues = call.continues(segment_ids, index)
+    r, D = (jnp.where(continues, y, 0) for y in call.kda(without_values, segment_ids, identity))
     D, E = lax.all_gather((D, E), call.axis_name)
-    index, devices = lax.axis_index(call.axis_name), lax.axis_size(call.axis_name)
 
     def after(i, S):
         return _product("bhij,bhjv->bhiv", D[i], S) + E[i]
@@ -123,7 +131,7 @@ def _run_fwd(call: _Call, x: dict[str, Any], initial_state: jax.Array | None):
     passed_on = jnp.swapaxes(_product("bhtk,bhkv->bhtv", jnp.swapaxes(r, 1, 2), state), 1, 2)
     o = (o.astype(E.dtype) + passed_on).astype(o.dtype)
     # The operator's own backward, with what it was traced with. Of its forward nothing is needed: jitted, none runs.
-    _, pull = jax.vjp(call.kda, x, state)
+    _, pull = jax.vjp(lambda x, S: call.kda(x, segment_ids, S), x, jnp.where(continues, state, 0.0))
     return (o, final_state), (pull, D, r, initial_state)
 
 
@@ -142,8 +150,8 @@ def _run_bwd(call: _Call, kept, cotangents):
 
     dx, dstate = pull((do, lax.fori_loop(0, devices, before, last)))
     if initial_state is None:
-        return dx, None
-    return dx, jnp.where(index == 0, dstate, 0.0).astype(initial_state.dtype)
+        return dx, None, None
+    return dx, None, jnp.where(index == 0, dstate, 0.0).astype(initial_state.dtype)
 
 
 _run = jax.custom_vjp(lambda *arguments: _run_fwd(*arguments)[0], nondiff_argnums=(0,))

@@ -116,11 +116,42 @@ class ContextParallelTest(parameterized.TestCase):
         helpers.assert_all_close(got, helpers.oracle(p.replace(initial_state=None), final_state=False))
         self.assertIsNone(jax.eval_shape(fn, p.inputs)[1])
 
-    @parameterized.parameters("cu_seqlens", "segment_ids")
-    def test_packed_sequences_are_refused(self, name):
+    @parameterized.parameters("xla", "recurrent")
+    def test_packed_sequences(self, implementation):
+        # Sequences that end inside a device's part, with it, and after several parts; one that is a part by itself.
+        lengths = (5, 3, 17, 7, 8, 24) if DEVICES == 8 else (5, 59)
+        p = helpers.problem("kda", Shape(T=8 * 8, B=2, H=1, HV=2, K=20, V=24), decay=0.05)
+        ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+        ids = np.stack([ids, ids[::-1]])
+        spec = P(None, "sequence")
+
+        def fn(inputs, ids, state):
+            return context_parallel.kda(
+                **inputs,
+                segment_ids=ids,
+                initial_state=state,
+                axis_name="sequence",
+                output_final_state=True,
+                implementation=implementation,
+            )
+
+        split = jax.shard_map(fn, mesh=mesh(), in_specs=(spec, spec, P()), out_specs=(spec, P()), check_vma=False)
+
+        def whole(inputs, _, state):
+            return dormouse_jax.kda(
+                **inputs, segment_ids=ids, initial_state=state, output_final_state=True, implementation=implementation
+            )
+
+        got, want = (
+            value_and_grads(p, lambda x, _, state, f=f: jax.jit(lambda x, state: f(x, ids, state))(x, state))
+            for f in (split, whole)
+        )
+        helpers.assert_all_close(got, want)
+
+    def test_cu_seqlens_are_refused(self):
         p = helpers.problem("kda", Shape(T=8, K=4, V=4))
-        with self.assertRaisesRegex(NotImplementedError, f"context_parallel.kda: {name} is not implemented"):
-            context_parallel.kda(**p.inputs, axis_name="sequence", **{name: np.zeros(3, np.int32)})
+        with self.assertRaisesRegex(NotImplementedError, "context_parallel.kda: cu_seqlens is not implemented"):
+            context_parallel.kda(**p.inputs, axis_name="sequence", cu_seqlens=np.zeros(3, np.int32))
 
 
 if __name__ == "__main__":

@@ -164,6 +164,14 @@ class LayerTest(parameterized.TestCase):
         self.assertBetween(float(step.max()), float(step.min()), 0.101)
         self.assertEqual(layer.o_norm.scale[...].shape, (16,))
 
+    @parameterized.parameters("bounded_gate_and_strengths_to_2", "convolutions_with_bias_over_2_tokens")
+    def test_packed_sequences_know_nothing_of_each_other(self, variant):
+        layer, x, lengths = imported(variant), inputs(T=20, B=1), (2, 1, 13, 4)
+        ids = np.repeat(np.array([7, 3, 5, 3], np.int32), lengths)[None]
+        ends = np.cumsum(lengths)
+        alone = [layer(x[:, end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+        helpers.assert_close(layer(x, ids), jnp.concatenate(alone, axis=1), rms=3e-6)
+
     def test_a_token_changes_nothing_before_it(self):
         layer, x = imported(), inputs()
         changed = np.concatenate([x[:, :20], inputs(seed=5)[:, 20:]], axis=1)

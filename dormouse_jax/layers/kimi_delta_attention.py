@@ -147,9 +147,13 @@ class KimiDeltaAttention(nnx.Module):
         step = jnp.exp(jax.random.uniform(rngs.params(), (self.num_v_heads * head_dim,), minval=low, maxval=high))
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """y `[B, T, hidden_size]` of x `[B, T, hidden_size]`, sequences that begin with their first token."""
-        y, _ = self._sequence(x, self.init_cache(x.shape[0]), use_state=False)
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """y `[B, T, hidden_size]` of x `[B, T, hidden_size]`.
+
+        segment_ids: `[B, T]`, integers: where a token's id is not that of the token before, a sequence begins that
+          knows nothing of what is before it. None: one sequence a row.
+        """
+        y, _ = self._sequence(x, self.init_cache(x.shape[0]), use_state=False, segment_ids=segment_ids)
         return y
 
     def prefill(self, x: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
@@ -179,15 +183,16 @@ class KimiDeltaAttention(nnx.Module):
             state=jnp.zeros((batch_size, self.num_v_heads, self.head_dim, self.head_v_dim), jnp.float32),
         )
 
-    def _sequence(self, x, cache, use_state):
+    def _sequence(self, x, cache, use_state, segment_ids=None):
         check.require_shape("KimiDeltaAttention", "x", x, "[B, T, hidden_size]", ("B", "T", self.hidden_size))
         x = x.astype(self.dtype)
-        operands, windows = self._operands(x, cache)
+        operands, windows = self._operands(x, cache, segment_ids)
         o, state = kda(
             *operands,
             initial_state=cache.state if use_state else None,
             output_final_state=use_state,
             **self._gates(),
+            segment_ids=segment_ids,
             precision=self.precision,
             implementation=self.implementation,
         )
@@ -204,11 +209,11 @@ class KimiDeltaAttention(nnx.Module):
             "dt_bias": self.dt_bias[...],
         }
 
-    def _operands(self, x, cache):
+    def _operands(self, x, cache, segment_ids=None):
         """q, k, v, g and beta of x [B, T, hidden_size], raw as the operators take them; and the next windows."""
-        q, q_window = self.q_conv(self.q_proj(x), cache.q)
-        k, k_window = self.k_conv(self.k_proj(x), cache.k)
-        v, v_window = self.v_conv(self.v_proj(x), cache.v)
+        q, q_window = self.q_conv(self.q_proj(x), cache.q, segment_ids)
+        k, k_window = self.k_conv(self.k_proj(x), cache.k, segment_ids)
+        v, v_window = self.v_conv(self.v_proj(x), cache.v, segment_ids)
         g = self.f_proj[1](self.f_proj[0](x))
         q, k, g = (a.reshape(*a.shape[:2], -1, self.head_dim) for a in (q, k, g))
         v = v.reshape(*v.shape[:2], -1, self.head_v_dim)
@@ -292,11 +297,24 @@ class ShortConvolution(nnx.Module):
         self.kernel = nnx.Param(kernel)
         self.bias = nnx.Param(jnp.zeros(channels, param_dtype)) if use_bias else nnx.data(None)
 
-    def __call__(self, x: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The result `[B, T, channels]` on x, and the last size - 1 inputs, where `before` are those before x."""
+    def __call__(
+        self, x: jax.Array, before: jax.Array, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The result `[B, T, channels]` on x, and the last size - 1 inputs, where `before` are those before x.
+
+        Of other segments of `segment_ids` `[B, T]` nothing is seen, nor of `before` where they are given.
+        """
+        kernel, T = self.kernel[...].astype(jnp.float32), x.shape[1]
+        past = before.shape[1]
         x = jnp.concatenate([before, x], axis=1)
-        kernel, T = self.kernel[...].astype(jnp.float32), x.shape[1] - before.shape[1]
-        y = sum(kernel[i] * x[:, i : i + T].astype(jnp.float32) for i in range(kernel.shape[0]))
+        y = jnp.zeros((), jnp.float32)
+        for i in range(past + 1):
+            term = kernel[i] * x[:, i : i + T].astype(jnp.float32)
+            if segment_ids is not None and i < past:
+                back = min(past - i, T)
+                same = jnp.pad(segment_ids[:, back:] == segment_ids[:, : T - back], ((0, 0), (back, 0)))
+                term = jnp.where(same[..., None], term, 0.0)
+            y = y + term
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return jax.nn.silu(y).astype(x.dtype), x[:, T:]
