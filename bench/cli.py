@@ -138,12 +138,14 @@ def measure(
     resume: bool = False,
     run: Sequence[str] | None = None,
     default_rounds: int | None = None,
+    case_modes: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
     """Measures every case with its arms, prints a table for each, writes the result file after each.
 
-    path: the result file; None takes --json. run: modes instead of --mode's. resume: cases whose rows are all in that
-    file already are not run again; a file of another device is refused. Returns the exit status: 1 when an own arm is
-    WRONG or any arm IMPOSSIBLE; absent peers and unmeasured arms do not fail the command.
+    path: the result file; None takes --json. run: modes instead of --mode's; case_modes: by a case's key, modes instead
+    of those. resume: cases whose rows are all in that file already are not run again; a file of another device is
+    refused. Returns the exit status: 1 when an own arm is WRONG or any arm IMPOSSIBLE; absent peers and unmeasured arms
+    do not fail the command.
     """
     console = Console(width=WIDTH, highlight=False)
     header = device.describe()
@@ -157,16 +159,17 @@ def measure(
     }
     if path is None and FLAGS.json:
         path = pathlib.Path(FLAGS.json)
-    wanted = modes() if run is None else tuple(run)
+    general = modes() if run is None else tuple(run)
+    wanted = {case.key: (case_modes or {}).get(case.key, general) for case, _ in jobs}
     todo = list(jobs)
     if (resume or FLAGS.resume) and path is not None and path.exists():
         document["rows"] = _done(results.load(path), header)
         have = {results.key(row) for row in document["rows"]}
-        todo = [(case, arms) for case, arms in jobs if not _keys(case, arms, wanted) <= have]
-        again = {key for case, arms in todo for key in _keys(case, arms, wanted)}
+        todo = [(case, arms) for case, arms in jobs if not _keys(case, arms, wanted[case.key]) <= have]
+        again = {key for case, arms in todo for key in _keys(case, arms, wanted[case.key])}
         document["rows"] = [row for row in document["rows"] if results.key(row) not in again]
     options = harness.Options(
-        modes=wanted,
+        modes=general,
         rounds=FLAGS.rounds or default_rounds or (10 if gpu else 3),
         arm_limit=FLAGS.arm_limit,
         budget=FLAGS.budget,
@@ -188,7 +191,7 @@ def measure(
             session.progress = bar
             with bar.bar:
                 try:
-                    rows = session.measure(case, arms)
+                    rows = session.measure(case, arms, wanted[case.key])
                 except harness.Interrupted as stop:
                     rows, interrupted = stop.rows, True
             if document["rooflines"] is None and session.probed:

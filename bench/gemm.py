@@ -1,19 +1,21 @@
 """Matrix products: accuracy and time of every implementation.
 
     python -m bench.gemm --impl=pallas,xla,torch
-    python -m bench.gemm --impl=all --preset=report_bf16,report_fp32,square8k_bf16 --json out.json
+    python -m bench.gemm --impl=all --preset=report_bf16 --forward_only=report_fp32,square8k_bf16 --json out.json
 
---impl   arms: pallas, pallas_triton, xla, torch (cuBLAS), jax_triton (a Triton kernel launched through jax-triton);
-         groups: ours, all
+--impl   arms: pallas, pallas_triton, xla (jax.lax.dot_general), torch (cuBLAS), jax_triton (a Triton kernel launched
+         through jax-triton); groups: ours, all
 --preset names of SHAPE_PRECISION, such as report_bf16, or a SHAPE for all its precisions (default: report on a GPU,
          cpu without one). Shapes: report, square4k, square8k; qkv, proj, up, down of a transformer of width 4096 and
          hidden width 14336 at 1k, 4k and 16k tokens (up4k); skinny1, skinny16, skinny64; odd; report_tn, _nt, _tt, the
          transposes. Precisions: bf16, fp16, tf32, fp32. In tf32 every arm computes in TF32, in fp32 none does.
+--forward_only  presets measured after those of --preset, without their backward
 --shape  M,N,K instead of a preset's shape, with --precision
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,6 +70,7 @@ SWEEP = (
     *(f"report_{t}_bf16" for t in ("tn", "nt", "tt")),
 )
 
+_DRAWN = 1 << 21  # elements of an input that are drawn at once, each lot from a seed of its own
 _SAMPLE = 64  # rows of the output, and of either gradient, that are held to float64
 
 
@@ -77,6 +80,7 @@ class GEMM(Operator):
     name = "gemm"
     differentiable = ("a", "b")
     cotangents = {"out": "dout"}
+    keeps_oracle = False  # of a sample of rows it takes less time than a fingerprint of the inputs
 
     def inputs(self, case: Case) -> dict[str, np.ndarray]:
         p, dtype = case.params, DTYPES[case.params["dtype"]]
@@ -86,10 +90,18 @@ class GEMM(Operator):
             "b": (N, K) if p["transpose_b"] else (K, N),
             "dout": (M, N),
         }
-        return {
-            name: np.random.default_rng([p["seed"], i]).standard_normal(shape, dtype=np.float32).astype(dtype)
-            for i, (name, shape) in enumerate(shapes.items())
-        }
+
+        inputs = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
+
+        def draw(name: str, first: int) -> None:
+            part = inputs[name].reshape(-1)[first : first + _DRAWN]
+            seed = [p["seed"], list(shapes).index(name), first]
+            part[:] = np.random.default_rng(seed).standard_normal(part.size, dtype=np.float32)
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            parts = [(name, first) for name, x in inputs.items() for first in range(0, x.size, _DRAWN)]
+            list(pool.map(lambda part: draw(*part), parts))
+        return inputs
 
     def subset(self, case: Case) -> Sequence[Any]:
         # One part: sampled rows of the output and of a's gradient, and values of K of b's.
@@ -148,7 +160,7 @@ class GEMM(Operator):
 
 # ---- arms ----------------------------------------------------------------------------------------------------------
 
-GROUPS = {"ours": ("pallas", "pallas_triton", "xla")}
+GROUPS = {"ours": ("pallas", "pallas_triton")}
 
 
 def arms(precision: str) -> dict[str, Arm]:
@@ -156,14 +168,18 @@ def arms(precision: str) -> dict[str, Arm]:
     here = "bench.gemm_arms:"
 
     def ours(name: str, **options: Any) -> Arm:
-        proof = ("gemm_",) if name.startswith("pallas") else ()
         options = {"implementation": name, "precision": precision, **options}
-        return Arm(name, "jax", here + "ours", options, requires=("jax",), proof=proof, precision=precision, ours=True)
+        return Arm(
+            name, "jax", here + "ours", options, requires=("jax",), proof=("gemm_",), precision=precision, ours=True
+        )
 
     found = [
         ours("pallas"),
         ours("pallas_triton"),
-        ours("xla"),
+        # XLA times candidates on the device while it compiles.
+        Arm(
+            "xla", "jax", here + "xla", {"precision": precision}, requires=("jax",), precision=precision, exclusive=True
+        ),
         # The runtime allows TF32 where that is the arm's precision, and nowhere else.
         Arm("torch", "torch", here + "torch_port", requires=("torch",), precision=precision),
         Arm(
@@ -219,13 +235,16 @@ def jobs(wanted: Sequence[Case], impl: Sequence[str]) -> list[tuple[Case, list[A
 def main(argv: Sequence[str]) -> int:
     cli.no_positional(argv)
     F = flags.FLAGS
-    presets = F.preset or (["report"] if device.has_gpu() else ["cpu"])
+    presets = F.preset or ([] if F.forward_only else ["report"] if device.has_gpu() else ["cpu"])
     wanted = cases(presets, shape=F.shape, precision=F.precision, seed=F.seed)
-    return cli.measure(jobs(wanted, F.impl), command="bench.gemm")
+    forward = [case for case in cases(F.forward_only, seed=F.seed) if case not in wanted]
+    modes = {case.key: ("fwd",) for case in forward}
+    return cli.measure(jobs([*wanted, *forward], F.impl), command="bench.gemm", case_modes=modes)
 
 
 if __name__ == "__main__":
     cli.define(impl="pallas,xla,torch,jax_triton", preset="")
+    flags.DEFINE_list("forward_only", [], "Presets measured after those of --preset, without their backward.")
     flags.DEFINE_string("shape", None, "M,N,K instead of a preset.")
     flags.DEFINE_string("precision", "bf16", f"Of --shape: {', '.join(PRECISIONS)}.")
     cli.run(main)

@@ -29,6 +29,26 @@ def ours(case: Case, options: dict[str, Any]) -> Built:
     return Built(forward, note="interpret mode" if interpret else "")
 
 
+def xla(case: Case, options: dict[str, Any]) -> Built:
+    """jax.lax.dot_general and nothing else; float32 sums of 16-bit operands are XLA's own default."""
+    import jax
+    from jax import lax
+
+    presets = {"fp32": lax.Precision.HIGHEST, "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32}
+    flip = _transposes(case)
+    contract = ((0 if flip["transpose_a"] else 1,), (1 if flip["transpose_b"] else 0,))
+
+    def forward(inputs):
+        a, b = inputs["a"], inputs["b"]
+        precision = presets.get(options["precision"], lax.Precision.DEFAULT)
+        if jax.default_backend() != "gpu":
+            precision = lax.Precision.HIGHEST
+        out = lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=a.dtype)
+        return {"out": out}
+
+    return Built(forward)
+
+
 def torch_port(case: Case, options: dict[str, Any]) -> Built:
     """PyTorch, which calls cuBLAS on a GPU."""
     import torch_ref.gemm

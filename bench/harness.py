@@ -24,6 +24,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # importing a framework and waking a device up
 SLOW_S = 0.25  # a call longer than this gets fewer rounds, cold and wall only
 SLOW_ROUNDS = 3
+_TOO_LATE = "the time budget was spent before its turn"
 TUNER_LIMIT_S = 600.0  # set-up of an arm that tunes itself on first call
 
 
@@ -133,19 +134,23 @@ class Session:
 
     # ---- one case ----
 
-    def measure(self, case: Case, arms: Sequence[Arm]) -> list[dict[str, Any]]:
-        """All rows of one case. Whatever an arm does, there is a row for it; Ctrl-C keeps what has enough rounds."""
+    def measure(self, case: Case, arms: Sequence[Arm], modes: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """All rows of one case, in these modes instead of the options'. Whatever an arm does, there is a row for it;
+        Ctrl-C keeps what has enough rounds."""
         op = operator(case.op)
-        runs = [_Run(arm, mode) for arm in arms for mode in self.options.modes]
+        runs = [_Run(arm, mode) for arm in arms for mode in modes or self.options.modes]
         for run in runs:
             absent = missing_packages(run.arm.requires)
             if absent:
                 run.reason = f"not installed: {', '.join(absent)}"
             elif run.mode not in run.arm.modes:
                 run.reason = f"this arm has no {run.mode}"
+            elif self._left() <= 0:
+                run.reason = _TOO_LATE
         interrupted = False
         try:
-            self._measure(op, case, runs)
+            if any(run.open for run in runs):
+                self._measure(op, case, runs)
         except WorkerError as error:  # of the oracle: the arms' own failures are rows already
             for run in runs:
                 run.reason = run.reason or f"no reference: {error}"
@@ -211,10 +216,10 @@ class Session:
 
     def _setup(self, case: Case, arm: Arm, inputs: pathlib.Path, runs: list[_Run]) -> None:
         mine = [run for run in runs if run.arm is arm and run.open]
-        limit = TUNER_LIMIT_S if arm.exclusive else self.options.arm_limit
+        limit = min(TUNER_LIMIT_S if arm.exclusive else self.options.arm_limit, max(1.0, self._left()))
         try:
             if self._left() <= 0:
-                raise WorkerError("the time budget was spent before its turn")
+                raise WorkerError(_TOO_LATE)
             worker = self.worker(arm.name)
             info = worker.ask("case", limit, case=case.to_json(), arm=arm.to_json(), inputs=str(inputs))
         except WorkerError as error:
@@ -225,7 +230,7 @@ class Session:
         for run in mine:
             try:
                 if self._left() <= 0:
-                    raise WorkerError("the time budget was spent before its turn")
+                    raise WorkerError(_TOO_LATE)
                 if not worker.alive:
                     break  # what is still open gets a fresh worker
                 run.info = {**info, **worker.ask("prepare", limit, mode=run.mode)}
@@ -250,6 +255,8 @@ class Session:
 
     def _oracle_folder(self, op: Operator, case: Case, inputs: pathlib.Path) -> pathlib.Path:
         """Where the reference of these inputs is, or will be: in the cache when there is one."""
+        if not op.keeps_oracle:
+            return self.folder / "oracle" / case.key
         return (self.options.cache or self.folder / "oracle") / _fingerprint(op, case, inputs)
 
     def _oracle(

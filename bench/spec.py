@@ -129,6 +129,7 @@ class Operator:
     name: str = ""
     differentiable: tuple[str, ...] = ()
     cotangents: Mapping[str, str] = {}  # output name -> name of the input that holds its cotangent
+    keeps_oracle: bool = True  # on disk, by a fingerprint of the inputs, for later runs
     updated: Mapping[str, str] = {}  # input that a call may update in place -> the output that takes its memory
 
     def inputs(self, case: Case) -> dict[str, np.ndarray]:

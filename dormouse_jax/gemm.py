@@ -220,13 +220,17 @@ def _mosaic_config(device: Device, interpret: bool, asked: str | None, problem: 
     """The same for the Hopper kernel."""
     require_triton(device, interpret)  # what that asks for is the least that this kernel needs
     require_hopper(device, interpret, asked)
-    return _chosen("choose_mosaic", device, problem)
+    return _chosen("choose_mosaic", device, problem, unless="" if asked == "pallas_mosaic" else "why_triton")
 
 
-def _chosen(choose: str, device: Device, problem: dict[str, Any]) -> Any:
+def _chosen(choose: str, device: Device, problem: dict[str, Any], unless: str = "") -> Any:
+    """What the kernels' function `choose` says, unless their function `unless` gives a reason against it."""
     try:
         kernels = _kernels()
-        return getattr(kernels, choose)(kernels.Problem(**problem), device_kind=device.kind, cores=device.cores)
+        product = kernels.Problem(**problem)
+        if unless and (reason := getattr(kernels, unless)(product)):
+            raise ValueError(reason)
+        return getattr(kernels, choose)(product, device_kind=device.kind, cores=device.cores)
     except (ImportError, ValueError) as reason:
         raise NotImplementedError(str(reason)) from reason
 

@@ -208,9 +208,9 @@ def multiply(total: Any, a: Any, b: Any) -> None:
     plgpu.wgmma(total, a, b)
 
 
-def wait_products(running: int) -> None:
-    """Waits until at most `running` of this warpgroup's products are unfinished."""
-    plgpu.wgmma_wait(running)
+def wait_products() -> None:
+    """Waits for the products that this warpgroup has started."""
+    plgpu.wgmma_wait(0)
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
@@ -224,6 +224,6 @@ def load_row(ref: Any, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(row, shape, (1,))
 
 
-def strip_order(index: jax.Array, m_tiles: int, n_tiles: int, axis: str, width: int) -> tuple[jax.Array, jax.Array]:
-    """The tile (m, n) that comes at `index`, walking strips `width` tiles wide along `axis` to and fro."""
-    return plgpu.planar_snake(index, (m_tiles, n_tiles), "mn".index(axis), width)
+def strip_order(index: jax.Array, m_tiles: int, n_tiles: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """The tile (m, n) that comes at `index`, walking strips `width` tiles wide along n to and fro."""
+    return plgpu.planar_snake(index, (m_tiles, n_tiles), 1, width)

@@ -85,11 +85,10 @@ SIZES = {
 GPU_SIZES = {
     "a_thousand": (1000, 1023, 777),
     "tall": (8200, 136, 512),
-    "wide_and_a_bit": (264, 4096, 1032),
-    "one_row_of_many": (1, 8192, 4096),
-    "sixteen_rows": (16, 4096, 14336),
-    "long": (256, 512, 65536),
-    "many_tiles": (2048, 3072, 1024),
+    "one_row_of_many": (1, 2048, 4096),
+    "sixteen_rows": (16, 1024, 3000),
+    "long": (128, 256, 65536),
+    "many_tiles": (1536, 2304, 512),
 }
 
 
@@ -154,7 +153,7 @@ class AccuracyTest(parameterized.TestCase):
 
     @each(few=lambda: False)
     def test_the_same_bits_again(self, implementation):
-        arrays, dout = problem(*((1024, 512, 4096) if helpers.on_gpu() else (40, 24, 64)), bias="float32")
+        arrays, dout = problem(*((1024, 512, 2048) if helpers.on_gpu() else (40, 24, 64)), bias="float32")
         first = value_and_grads(arrays, dout, implementation)
         for _ in range(5 if helpers.on_gpu() else 1):
             helpers.assert_same_bits(value_and_grads(arrays, dout, implementation), first)
@@ -346,13 +345,6 @@ class ErrorsTest(parameterized.TestCase):
             self.skipTest("there is a GPU")
         with self.assertRaisesRegex(NotImplementedError, f"gemm: implementation='{implementation}' cannot serve"):
             gemm(ones(4, 3), ones(3, 5), implementation=implementation)
-
-    def test_the_hopper_kernel_says_what_it_cannot_cut_into_tiles(self):
-        with (
-            helpers.kernels_run("pallas_mosaic"),
-            self.assertRaisesRegex(NotImplementedError, r"tiles of 8 rows of 128 bytes, into which a, \[4, 100\]"),
-        ):
-            gemm(ones(4, 100, dtype=np.float16), ones(100, 8, dtype=np.float16), implementation="pallas_mosaic")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The GEMM kernels apart from the operator: which is chosen where, what lowers for a GPU, how float32 is split."""
 
+import dataclasses
+import functools
 import itertools
 
 import jax
@@ -31,6 +33,8 @@ class DispatchTest(parameterized.TestCase):
         ("NVIDIA H200", "bfloat16", (512, 256, 128), "pallas_mosaic"),
         ("NVIDIA H200", "float32", (333, 517, 421), "pallas_mosaic"),
         ("NVIDIA H200", "bfloat16", (333, 256, 128), "pallas_triton"),
+        ("NVIDIA H200", "bfloat16", (1000, 1023, 777), "pallas_mosaic"),
+        ("NVIDIA H200", "bfloat16", (64, 512, 48), "pallas_triton"),
         ("NVIDIA GeForce RTX 4090", "bfloat16", (512, 256, 128), "pallas_triton"),
         ("NVIDIA A100-SXM4-80GB", "float32", (512, 256, 128), "pallas_triton"),
     )
@@ -46,6 +50,21 @@ class DispatchTest(parameterized.TestCase):
         self.assertEqual([c.kernels for c in calls], [(name,), (name, name)])
         better = [name for name, _ in calls[0].passed_over]
         self.assertEqual(better, ["pallas_mosaic"] if implementation == "pallas_triton" else [])
+
+    @parameterized.parameters(
+        ((333, 256, 128), r"tiles of 8 rows of 128 bytes, into which a, \[333, 128\] of bfloat16, cannot be cut"),
+        ((512, 100, 128), r"into which b, \[128, 100\] of bfloat16, cannot be cut"),
+        ((16, 4096, 128), r"too many for an output of \[16, 4096\]"),
+    )
+    def test_why_not_the_hopper_kernel(self, sizes, reason):
+        M, N, K = sizes
+        a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((M, K), (K, N)))
+        with on("NVIDIA H200"):
+            (call,) = dormouse_jax.explain(dormouse_jax.gemm, a, b)
+            self.assertRegex(dict(call.passed_over)["pallas_mosaic"], reason)
+            named = functools.partial(dormouse_jax.gemm, implementation="pallas_mosaic")
+            (call,) = dormouse_jax.explain(named, a, b)  # asked for by name it takes what it would not be chosen for
+        self.assertEqual(call.implementation, "pallas_mosaic")
 
     @parameterized.parameters(*itertools.product(("fp32", "tf32", "bfloat16", "float16"), TRANSPOSES))
     def test_lowers_for_a_gpu(self, precision, transposes):
@@ -84,7 +103,26 @@ class ConfigTest(parameterized.TestCase):
                     kernels.choose_triton(problem, device_kind=kind)
                 continue
             chosen = kernels.choose_triton(problem, device_kind=kind, cores=80)
-            self.assertLessEqual(chosen.tile_m, max(16, 2 * sizes[0]))
+            self.assertEqual(chosen.tile_m > chosen.tile_n, sizes[0] >= sizes[1] and chosen.tile_m != chosen.tile_n)
+            self.assertLessEqual(config.parts_of(sizes[2], chosen.tile_k, chosen.split)[0], 16)
+
+    @parameterized.parameters(
+        ((8192, 8192, 8192), "16bit", (128, 256), 1),
+        ((1024, 6144, 4096), "16bit", (128, 192), 1),  # whole rounds of tiles
+        ((128, 14336, 4096), "16bit", (128, 128), 1),
+        ((256, 512, 16384), "fp32", (128, 128), 16),  # eight tiles, each in 16 parts
+    )
+    def test_tiles_of_the_hopper_kernel(self, sizes, precision, tile, split):
+        chosen = kernels.choose_mosaic(self.problem(*sizes, precision), device_kind="NVIDIA H200", cores=132)
+        self.assertEqual((chosen.tile_m, chosen.tile_n, chosen.split), (*tile, split))
+        self.assertEqual(chosen.blocks, 132)
+
+    @parameterized.parameters((100, 32, 1), (100, 32, 3), (65, 32, 16), (1, 16, 4), (4096, 64, 13))
+    def test_parts_of_a_contraction_cover_it_and_none_is_empty(self, K, tile_k, split):
+        parts, steps = config.parts_of(K, tile_k, split)
+        self.assertBetween(parts, 1, split)
+        self.assertGreaterEqual(parts * steps * tile_k, K)
+        self.assertLess((parts - 1) * steps * tile_k, K)
 
     @parameterized.parameters(*(row["config"] for row in config._table()["mosaic"]))
     def test_configurations_of_the_hopper_kernel_fit_into_shared_memory(self, **settings):
@@ -155,34 +193,80 @@ class SplitTest(parameterized.TestCase):
         self.assertFalse(np.any(second) or np.any(third))
 
 
+def check_a_configuration(chosen, M, N, K, precision, transposes, *, out_dtype="float32", bias=True):
+    """Holds a kernel with this configuration to float64, and a second call of it to the first."""
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(jnp.bfloat16 if precision == "16bit" else jnp.float32)
+    flip_a, flip_b = transposes
+    a = rng.normal(size=(K, M) if flip_a else (M, K)).astype(dtype)
+    b = rng.normal(size=(N, K) if flip_b else (K, N)).astype(dtype)
+    row = rng.normal(size=N).astype(np.float32)
+
+    @jax.jit
+    def run(a, b, row):
+        return kernels.matmul(
+            a, b, row if bias else None, transpose_a=flip_a, transpose_b=flip_b, precision=precision,
+            out_dtype=jnp.dtype(out_dtype), config=chosen, interpret=not helpers.on_gpu(),
+        )  # fmt: skip
+
+    arrays = [jnp.asarray(x) for x in (a, b, row)]
+    got = np.asarray(run(*arrays))
+    want = (a.T if flip_a else a).astype(np.float64) @ (b.T if flip_b else b).astype(np.float64) + row * bias
+    bar = {"fp32": 2e-6, "tf32": 1e-3, "16bit": 3e-6}[precision] + 0.5 * float(jnp.finfo(got.dtype).eps)
+    helpers.assert_close(got, want, rms=bar)
+    if helpers.on_gpu():
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(run(*arrays)), got)
+
+
+def needs_hopper(test):
+    if helpers.on_gpu() and jax.devices()[0].compute_capability != "9.0":
+        test.skipTest("needs a Hopper GPU")
+
+
 class HopperKernelTest(parameterized.TestCase):
-    """The parts of the Hopper kernel's configuration that the table does not use together; small tiles where it is
-    interpreted."""
+    """What a configuration can ask for; small tiles where it is interpreted."""
 
     @parameterized.named_parameters(
-        ("cluster_along_m", {"cluster": "m"}, "bfloat16", (300, 200, 104)),
-        ("cluster_along_n_products_in_flight", {"cluster": "n", "in_flight": 1}, "bfloat16", (300, 200, 104)),
-        ("float32_products_in_flight", {"cluster": "m", "in_flight": 1, "fold": 2}, "float32", (130, 68, 101)),
+        ("cluster_along_m", {"cluster": "m"}, "16bit", (300, 200, 104)),
+        ("cluster_along_n_in_parts", {"cluster": "n", "split": 3}, "16bit", (200, 130, 232)),
+        ("float32_in_parts", {"cluster": "m", "fold": 1, "split": 2}, "fp32", (130, 68, 101)),
     )
-    def test_against_float64(self, settings, dtype, sizes):
-        if helpers.on_gpu() and jax.devices()[0].compute_capability != "9.0":
-            self.skipTest("needs a Hopper GPU")
-        M, N, K = sizes
-        rng = np.random.default_rng(0)
-        a, b, bias = (rng.normal(size=s).astype(jnp.dtype(dtype)) for s in ((M, K), (K, N), (N,)))
-        got = kernels.matmul(
-            jnp.asarray(a),
-            jnp.asarray(b),
-            jnp.asarray(bias),
-            transpose_a=False,
-            transpose_b=False,
-            precision="fp32" if dtype == "float32" else "16bit",
-            out_dtype=jnp.dtype(jnp.float32),
-            config=kernels.MosaicConfig(tile_m=128, tile_n=64, tile_k=32, stages=2, **settings),
-            interpret=not helpers.on_gpu(),
-        )
-        want = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
-        helpers.assert_close(got, want, rms=2e-6)
+    def test_against_float64(self, settings, precision, sizes):
+        needs_hopper(self)
+        chosen = kernels.MosaicConfig(tile_m=128, tile_n=64, tile_k=32, stages=2, **settings)
+        check_a_configuration(chosen, *sizes, precision, (False, False))
+
+
+@absltest.skipIf(not helpers.on_gpu(), "interpreting tiles this large takes minutes")
+class TableTest(parameterized.TestCase):
+    """Every configuration of the table on the GPU that it is for: a kernel that compiles can still be miscompiled."""
+
+    @parameterized.parameters(*itertools.product(range(len(config._table()["mosaic"])), TRANSPOSES))
+    def test_hopper_kernel(self, index, transposes):
+        needs_hopper(self)
+        row = config._table()["mosaic"][index]
+        (precision,) = row["match"]["precision"]
+        # Few blocks, so that each computes several tiles; then parts of the contraction, more than there are blocks.
+        whole = kernels.MosaicConfig(**row["config"], blocks=6)
+        check_a_configuration(whole, 900, 1100, 777, precision, transposes)
+        parts = dataclasses.replace(whole, split=3, blocks=10)
+        out_dtype = "bfloat16" if precision == "16bit" else "float32"
+        check_a_configuration(parts, 300, 520, 1000, precision, transposes, out_dtype=out_dtype)
+        aligned = dataclasses.replace(whole, blocks=132)
+        check_a_configuration(aligned, 1024, 768, 512, precision, transposes, out_dtype=out_dtype, bias=False)
+
+    @parameterized.parameters(*itertools.product(range(len(config._table()["triton"])), TRANSPOSES))
+    def test_triton_kernel(self, index, transposes):
+        row = config._table()["triton"][index]
+        chosen = kernels.TritonConfig(**row["config"])
+        turned = dataclasses.replace(chosen, tile_m=chosen.tile_n, tile_n=chosen.tile_m)
+        for precision in row["match"].get("precision", ("fp32", "tf32")):
+            for each, sizes in ((chosen, (300, 200, 520)), (turned, (200, 300, 520))):
+                check_a_configuration(each, *sizes, precision, transposes)
+                parts = dataclasses.replace(each, split=3)
+                out_dtype = "bfloat16" if precision == "16bit" else "float32"
+                check_a_configuration(parts, *sizes, precision, transposes, out_dtype=out_dtype)
 
 
 if __name__ == "__main__":

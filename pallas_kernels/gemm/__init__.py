@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gemm import triton as _triton
-from pallas_kernels.gemm.config import MosaicConfig, Problem, TritonConfig, choose_mosaic, choose_triton
+from pallas_kernels.gemm.config import MosaicConfig, Problem, TritonConfig, choose_mosaic, choose_triton, why_triton
 
-__all__ = ["MosaicConfig", "Problem", "TritonConfig", "choose_mosaic", "choose_triton", "matmul"]
+__all__ = ["MosaicConfig", "Problem", "TritonConfig", "choose_mosaic", "choose_triton", "matmul", "why_triton"]
 
 
 def matmul(

@@ -9,12 +9,22 @@ import json
 
 import jax.numpy as jnp
 
-from pallas_kernels.backend_triton import PRECISIONS, ceil_pow2
+from pallas_kernels.backend_triton import PRECISIONS
 
 # Streaming multiprocessors of a card that does not say how many it has: those of an H100 and an H200.
 DEFAULT_CORES = 132
 # The Triton backend counts elements in 32 bits.
 MAX_ELEMENTS = 2**31 - 1
+# Parts of a split contraction: most of them, and how long one is at least (Hopper kernel).
+MAX_SPLIT = 16
+MIN_PART = 256
+# What adding parts up takes: to start with, and by bytes of float32 written and read.
+ADDING_S = 2e-6
+ADDING_BYTES_S = 2e12
+# Rows or columns up to which an output is the Triton kernel's.
+SMALL = 64
+# M N K from which on the Hopper kernel gains more on the Triton kernel than copies that pad its operands cost.
+WORTH_PADDING = 1 << 29
 # The tensor memory accelerator (TMA) of Hopper copies tiles of so many rows, of so many bytes each. An array has a
 # whole number of them; one that is smaller than a tile has rows of a multiple of 16 bytes.
 TILE_ROWS = 8
@@ -96,14 +106,10 @@ class MosaicConfig:
       stages: depth of the ring of operand tiles in shared memory.
       cluster: "m", "n" or None. Two blocks, neighbours along that axis, each copy half of the operand that they share,
         for both.
-      group: width of the strips of tiles that are walked in turn, so that blocks that run together share operands in
-        L2.
-      group_axis: "m" or "n", the axis of the strips' width.
       fold: stages after which float32-accurate products are added to the sum outside of the tensor cores, which round
         every addition toward zero.
-      in_flight: products that a warpgroup leaves running while it issues the next.
-      out_slots: buffers of each multiplying warpgroup for parts of its result, so that one is filled while others
-        leave.
+      split: into how many parts the contraction is split, added up afterwards in a fixed order: for outputs of too few
+        tiles to fill the card.
       blocks: how many blocks run at a time, a multiple of the cluster's size: one a multiprocessor.
     """
 
@@ -112,11 +118,8 @@ class MosaicConfig:
     tile_k: int = 64
     stages: int = 4
     cluster: str | None = None
-    group: int = 8
-    group_axis: str = "n"
     fold: int = 4
-    in_flight: int = 0
-    out_slots: int = 2
+    split: int = 1
     blocks: int = DEFAULT_CORES
 
     def __post_init__(self):
@@ -130,19 +133,24 @@ class MosaicConfig:
             raise ValueError(f"stages must lie between 2 and 8, got {self.stages}")
         if self.cluster not in (None, "m", "n"):
             raise ValueError(f"cluster must be None, 'm' or 'n', got {self.cluster!r}")
-        if self.group_axis not in ("m", "n"):
-            raise ValueError(f"group_axis must be 'm' or 'n', got {self.group_axis!r}")
-        for name in ("group", "fold", "blocks"):
+        for name in ("fold", "split", "blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.in_flight not in (0, 1):
-            raise ValueError(f"in_flight must be 0 or 1, got {self.in_flight}")
-        if self.out_slots not in (1, 2, 4):
-            raise ValueError(f"out_slots must be 1, 2 or 4, got {self.out_slots}")
 
     @property
     def cluster_size(self) -> int:
         return 1 if self.cluster is None else 2
+
+    def tiles(self, M: int, N: int) -> tuple[int, int]:
+        """Tiles of an [M, N] output along its axes, in whole clusters."""
+        m, n = -(-M // self.tile_m), -(-N // self.tile_n)
+        return m + m % 2 * (self.cluster == "m"), n + n % 2 * (self.cluster == "n")
+
+
+def parts_of(K: int, tile_k: int, split: int) -> tuple[int, int]:
+    """(parts, steps of tile_k in each) of a contraction over K that is split into at most so many parts, none empty."""
+    steps = -(-K // (tile_k * split))
+    return -(-K // (tile_k * steps)), steps
 
 
 def padded_shape(shape: tuple[int, int], dtype: str) -> tuple[int, int]:
@@ -160,14 +168,13 @@ def _table() -> dict[str, list[dict]]:
 
 def _rows(backend: str, problem: Problem, device_kind: str) -> list[dict]:
     """The rows of the table that fit a product on a device, those that come first being the better match."""
-    small, large = sorted((problem.M, problem.N))
+    small = min(problem.M, problem.N)
 
     def fits(match: dict) -> bool:
         return (
             match.get("device", device_kind) == device_kind
             and problem.precision in match.get("precision", PRECISIONS)
-            and match.get("min_small", small) <= small <= match.get("max_small", small)
-            and large <= match.get("max_large", large)
+            and small <= match.get("max_small", small)
         )
 
     return [row for row in _table()[backend] if fits(row["match"])]
@@ -190,53 +197,61 @@ def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = Non
     for what, rows, cols in (("a", M, K), ("b", K, N), ("the output", M, N)):
         if rows * cols > MAX_ELEMENTS:
             raise ValueError(f"{what} has {rows * cols} elements, and the Triton kernel counts to {MAX_ELEMENTS}")
-    settings = dict(_rows("triton", problem, device_kind)[0]["config"])
+    row = _rows("triton", problem, device_kind)[0]
+    settings = dict(row["config"])
     # Rows are for tall outputs; a wide one gets its tile turned.
-    if M < N and settings["tile_m"] > settings["tile_n"] or M > N and settings["tile_m"] < settings["tile_n"]:
+    if M < N:
         settings["tile_m"], settings["tile_n"] = settings["tile_n"], settings["tile_m"]
-    for name, size in (("tile_m", M), ("tile_n", N), ("tile_k", K)):
-        settings[name] = min(settings[name], max(16, ceil_pow2(size)))
     config = TritonConfig(**settings)
     tiles = -(-M // config.tile_m) * -(-N // config.tile_n)
-    cores = cores or DEFAULT_CORES
     # A part of the contraction is worth its partial sums from about eight steps on.
-    split = min(2 * cores // tiles, K // (8 * config.tile_k), 16) if 2 * tiles <= cores else 1
+    split = min(row["fill"] * (cores or DEFAULT_CORES) // tiles, K // (8 * config.tile_k), MAX_SPLIT)
     return dataclasses.replace(config, split=max(1, split))
 
 
-def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = None) -> MosaicConfig:
-    """The configuration of the Hopper kernel for a product. Arguments as in `choose_triton`.
+def why_triton(problem: Problem) -> str:
+    """Why the Triton kernel should take less time for a product on a Hopper card than the Hopper kernel; "" where it
+    should not."""
+    M, N, K = problem.M, problem.N, problem.K
+    if min(M, N) <= SMALL:
+        return f"the Hopper kernel's tiles have 128 rows, too many for an output of [{M}, {N}]"
+    if problem.precision != "16bit" or M * N * K >= WORTH_PADDING:
+        return ""
+    # A 16-bit array that TMA cannot copy is copied by XLA first. Of float32 operands copies are made anyway.
+    stored = {
+        "a": (K, M) if problem.transpose_a else (M, K),
+        "b": (N, K) if problem.transpose_b else (K, N),
+        "the output": (M, N),
+    }
+    for name, shape in stored.items():
+        dtype = problem.out_dtype if name == "the output" else problem.dtype
+        if padded_shape(shape, dtype) != shape:
+            return (
+                f"the Hopper kernel copies tiles of {TILE_ROWS} rows of {TILE_BYTES} bytes, into which {name}, "
+                f"{list(shape)} of {dtype}, cannot be cut, and the product is too small to be worth padding it"
+            )
+    return ""
 
-    Raises:
-      ValueError: the kernel does not take such arrays.
-    """
-    if problem.precision == "16bit":
-        # A copy that pads costs about what the Triton kernel loses. Of float32 operands copies are made anyway.
-        stored = {
-            "a": (problem.K, problem.M) if problem.transpose_a else (problem.M, problem.K),
-            "b": (problem.N, problem.K) if problem.transpose_b else (problem.K, problem.N),
-            "the output": (problem.M, problem.N),
-        }
-        for name, shape in stored.items():
-            dtype = problem.out_dtype if name == "the output" else problem.dtype
-            if padded_shape(shape, dtype) != shape:
-                raise ValueError(
-                    f"the Hopper kernel copies tiles of {TILE_ROWS} rows of {TILE_BYTES} bytes, into which {name}, "
-                    f"{list(shape)} of {dtype}, cannot be cut"
-                )
+
+def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = None) -> MosaicConfig:
+    """The configuration of the Hopper kernel for a product: of the table's, whole or split, the one that should take
+    the least time. Arguments as in `choose_triton`."""
+    M, N, K = problem.M, problem.N, problem.K
     cores = cores or DEFAULT_CORES
     rows = _rows("mosaic", problem, device_kind)
-    if not rows:
-        raise ValueError(f"the Hopper kernel has no configuration for [{problem.M}, {problem.N}] outputs")
 
-    def cost(row: dict) -> float:
-        """Rounds of tiles that the card needs, each as long as its tile is large and slow."""
-        config = MosaicConfig(**row["config"])
-        m, n = (-(-size // tile) for size, tile in ((problem.M, config.tile_m), (problem.N, config.tile_n)))
-        m += m % 2 if config.cluster == "m" else 0
-        n += n % 2 if config.cluster == "n" else 0
-        blocks = cores - cores % config.cluster_size
-        return -(-m * n // blocks) * config.tile_m * config.tile_n / row["rate"]
+    def seconds(row: dict, config: MosaicConfig) -> float:
+        parts, steps = parts_of(K, config.tile_k, config.split)
+        m, n = config.tiles(M, N)
+        rounds = -(-m * n * parts // (cores - cores % config.cluster_size))
+        operations = 2 * rounds * config.tile_m * config.tile_n * config.tile_k * steps
+        adding = (ADDING_S + parts * M * N * 8 / ADDING_BYTES_S) * (parts > 1)  # written and read in float32
+        return operations * DEFAULT_CORES / (row["tflops"] * 1e12) + adding
 
-    config = MosaicConfig(**min(rows, key=cost)["config"])
+    found = [
+        (row, MosaicConfig(**row["config"], split=split))
+        for row in rows
+        for split in range(1, 1 + max(1, min(MAX_SPLIT, K // MIN_PART)))
+    ]
+    config = min(found, key=lambda each: seconds(*each))[1]
     return dataclasses.replace(config, blocks=cores - cores % config.cluster_size)

@@ -18,11 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as backend
-from pallas_kernels.gemm.config import TILE_BYTES, MosaicConfig, padded_shape
+from pallas_kernels.gemm.config import TILE_BYTES, MosaicConfig, padded_shape, parts_of
+from pallas_kernels.gemm.triton import add_parts
 
 NAME = "gemm_mosaic"
 _COPIER = 2  # warpgroups 0 and 1 multiply
 _OUT_ROWS = 64  # of a part of the result that leaves through one buffer
+_OUT_SLOTS = 2  # such buffers of a warpgroup: one is filled while the other leaves
+_STRIP = 8  # width of the strips of tiles walked in turn, so that blocks that run together share operands in L2
 _INTERPRETED_BLOCKS = 2  # few, so that each has several tiles
 
 
@@ -42,15 +45,23 @@ class _Call:
     config: MosaicConfig
 
     @property
-    def steps(self) -> int:
-        return -(-self.K // self.config.tile_k)
+    def parts(self) -> tuple[int, int]:
+        """Parts of the contraction, and stages of each."""
+        return parts_of(self.K, self.config.tile_k, self.config.split)
 
     @property
     def grid(self) -> tuple[int, int]:
         """Tiles of the output along M and N, counted in clusters."""
-        m = self.config.tile_m * (2 if self.config.cluster == "m" else 1)
-        n = self.config.tile_n * (2 if self.config.cluster == "n" else 1)
-        return -(-self.M // m), -(-self.N // n)
+        m, n = self.config.tiles(self.M, self.N)
+        return m // (2 if self.config.cluster == "m" else 1), n // (2 if self.config.cluster == "n" else 1)
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Shape of what the kernel writes: the output, or one part below the other, each of whole tiles of rows."""
+        rows, cols = padded_shape((self.M, self.N), self.out_dtype.name)
+        if self.parts[0] > 1:
+            rows = self.parts[0] * self.config.tiles(self.M, self.N)[0] * self.config.tile_m
+        return rows, cols
 
     @property
     def out_cols(self) -> int:
@@ -60,7 +71,7 @@ class _Call:
     def shared_bytes(self) -> int:
         c = self.config
         operands = c.stages * (c.tile_m + c.tile_n) * c.tile_k * self.pieces * self.dtype.itemsize
-        return operands + 2 * c.out_slots * _OUT_ROWS * self.out_cols * self.out_dtype.itemsize
+        return operands + 2 * _OUT_SLOTS * _OUT_ROWS * self.out_cols * self.out_dtype.itemsize
 
 
 def matmul(
@@ -86,6 +97,7 @@ def matmul(
         a_pieces, b_pieces = split(_padded(a, "bfloat16")), split(_padded(b, "bfloat16"))
     else:
         a_pieces, b_pieces = [_padded(a, a.dtype.name)], [_padded(b, b.dtype.name)]
+    whole = parts_of(K, config.tile_k, config.split)[0] == 1
     call = _Call(
         M=M,
         N=N,
@@ -94,15 +106,15 @@ def matmul(
         transpose_b=transpose_b,
         pieces=len(a_pieces),
         dtype=jnp.dtype(a_pieces[0].dtype),
-        out_dtype=jnp.dtype(out_dtype),
-        has_bias=bias is not None,
+        out_dtype=jnp.dtype(out_dtype if whole else jnp.float32),
+        has_bias=bias is not None and whole,
         config=config,
     )
     if call.shared_bytes > backend.SHARED_BYTES:
         raise ValueError(f"{config} takes {call.shared_bytes} bytes of shared memory, of {backend.SHARED_BYTES}")
     inputs = [*a_pieces, *b_pieces]
-    if bias is not None:  # read in whole tiles, and without TMA, which would mind where it ends
-        columns = call.grid[1] * config.tile_n * (2 if config.cluster == "n" else 1)
+    if bias is not None and whole:  # read in whole tiles, and without TMA, which would mind where it ends
+        columns = config.tiles(M, N)[1] * config.tile_n
         inputs.append(jnp.pad(bias.astype(jnp.float32), (0, columns - N)))
 
     def operand(rows, cols, transposed):
@@ -114,7 +126,7 @@ def matmul(
     scratch = {
         "a_tiles": operand(config.tile_m, config.tile_k, transpose_a),
         "b_tiles": operand(config.tile_k, config.tile_n, transpose_b),
-        "out_tiles": backend.tiles((2, config.out_slots, _OUT_ROWS, call.out_cols), call.out_dtype),
+        "out_tiles": backend.tiles((2, _OUT_SLOTS, _OUT_ROWS, call.out_cols), call.out_dtype),
         "filled": backend.barriers(config.stages, arrivals=2 * call.pieces),
         "emptied": emptied(config.stages, arrivals=2),
     }
@@ -124,14 +136,16 @@ def matmul(
         functools.partial(_kernel, call=call),
         NAME,
         inputs,
-        jax.ShapeDtypeStruct(padded_shape((M, N), call.out_dtype.name), call.out_dtype),
+        jax.ShapeDtypeStruct(call.written, call.out_dtype),
         scratch,
-        programs=min(blocks // config.cluster_size, m_tiles * n_tiles),
+        programs=min(blocks // config.cluster_size, call.parts[0] * m_tiles * n_tiles),
         cluster=config.cluster_size,
         warpgroups=3,
         interpret=interpret,
     )
-    return out[:M, :N]
+    if whole:
+        return out[:M, :N]
+    return add_parts(out.reshape(call.parts[0], -1, out.shape[1])[:, :M, :N], bias, out_dtype)
 
 
 def split(x: jax.Array) -> list[jax.Array]:
@@ -155,33 +169,36 @@ def _padded(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
-    config, pieces, steps = call.config, call.pieces, call.steps
+    config, pieces, (parts, steps) = call.config, call.pieces, call.parts
     a_refs, b_refs, out_ref = refs[:pieces], refs[pieces : 2 * pieces], refs[-1]
     bias_ref = refs[2 * pieces] if call.has_bias else None
     m_tiles, n_tiles = call.grid
     me, programs = backend.program(), backend.programs()
-    mine = lax.div(m_tiles * n_tiles - me + programs - 1, programs)
+    mine = lax.div(parts * m_tiles * n_tiles - me + programs - 1, programs)
+    part_rows = call.written[0] // parts if parts > 1 else 0
 
     def corner(i):
-        """First row and column of this block's i-th tile."""
-        m, n = backend.strip_order(me + i * programs, m_tiles, n_tiles, config.group_axis, config.group)
+        """Of this block's i-th tile: which part of the contraction it sums, its first row and column."""
+        index = me + i * programs
+        part = lax.div(index, m_tiles * n_tiles) if parts > 1 else 0
+        m, n = backend.strip_order(index - part * m_tiles * n_tiles, m_tiles, n_tiles, _STRIP)
         if config.cluster == "m":
             m = 2 * m + backend.block()
         if config.cluster == "n":
             n = 2 * n + backend.block()
-        return m * config.tile_m, n * config.tile_n
+        return part, m * config.tile_m, n * config.tile_n
 
     @pl.when(backend.warpgroup() == _COPIER)
     def _copy():
         backend.become_copier()
 
         def tile(i, done):
-            row, col = corner(i)
+            part, row, col = corner(i)
             rows, cols = pl.ds(row, config.tile_m), pl.ds(col, config.tile_n)
 
             def step(k, done):
                 slot = lax.rem(done, config.stages)
-                ks = pl.ds(k * config.tile_k, config.tile_k)
+                ks = pl.ds((part * steps + k) * config.tile_k, config.tile_k)
                 pl.when(done >= config.stages)(lambda: backend.wait(emptied.at[slot]))
                 for piece in range(pieces):
                     a = a_refs[piece].at[(ks, rows) if call.transpose_a else (rows, ks)]
@@ -219,32 +236,18 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
             def step(k, _):
                 slot = lax.rem(first + k, config.stages)
                 backend.wait(filled.at[slot])
-                started = multiply(slot)
-                backend.wait_products(started * config.in_flight)
-                if config.in_flight:
-                    before = lax.rem(first + k + config.stages - 1, config.stages)
-                    pl.when(k > 0)(lambda: backend.arrive(emptied.at[before]))
-                else:
-                    backend.arrive(emptied.at[slot])
+                multiply(slot)
+                backend.wait_products()
+                backend.arrive(emptied.at[slot])
 
             lax.fori_loop(0, number, step, None)
 
-        def give_back_last(first, number):
-            if config.in_flight:
-                backend.arrive(emptied.at[lax.rem(first + number - 1, config.stages)])
-
         def plain(first):
             def body(total):
-                def multiply(slot):
-                    backend.multiply(total, *operands(slot, 0, 0))
-                    return 1
-
-                walk(first, steps, multiply)
+                walk(first, steps, lambda slot: backend.multiply(total, *operands(slot, 0, 0)))
                 return total[...]
 
-            total = backend.accumulate(body, (height, config.tile_n))
-            give_back_last(first, steps)
-            return total
+            return backend.accumulate(body, (height, config.tile_n))
 
         def exact(first):
             shape = (height, config.tile_n)
@@ -257,31 +260,30 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
                         for piece_a, piece_b in ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1)):
                             backend.multiply(rest, *operands(slot, piece_a, piece_b))
                         backend.multiply(lead, *operands(slot, 0, 0))
-                        return 6
 
                     walk(start, number, multiply)
                     return lead[...], rest[...]
 
                 lead, rest = backend.accumulate(body, shape, shape)
-                give_back_last(start, number)
                 # Where an operand is inf the other products multiply it by pieces that are zero.
                 return total + jnp.where(jnp.abs(lead) < jnp.inf, lead + rest, lead)
 
             return lax.fori_loop(0, -(-steps // config.fold), fold, backend.zeros(shape))
 
         def tile(i, first):
-            row, col = corner(i)
+            part, row, col = corner(i)
             total = exact(first) if pieces > 1 else plain(first)
             if bias_ref is not None:
                 total += backend.load_row(bias_ref.at[pl.ds(col, config.tile_n)], total.shape)
             total = total.astype(call.out_dtype)
-            parts = [(m, n) for m in range(0, height, _OUT_ROWS) for n in range(0, config.tile_n, call.out_cols)]
-            for part, (m, n) in enumerate(parts):
+            row += part * part_rows
+            cuts = [(m, n) for m in range(0, height, _OUT_ROWS) for n in range(0, config.tile_n, call.out_cols)]
+            for index, (m, n) in enumerate(cuts):
                 backend.copy_out(
                     total[m : m + _OUT_ROWS, n : n + call.out_cols],
-                    out_tiles.at[me, part % config.out_slots],
+                    out_tiles.at[me, index % _OUT_SLOTS],
                     out_ref.at[pl.ds(row + me * height + m, _OUT_ROWS), pl.ds(col + n, call.out_cols)],
-                    unread=config.out_slots - 1 if part or len(parts) % config.out_slots == 0 else 0,
+                    unread=_OUT_SLOTS - 1 if index or len(cuts) % _OUT_SLOTS == 0 else 0,
                 )
             return first + steps
 

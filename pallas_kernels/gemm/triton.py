@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as backend
-from pallas_kernels.gemm.config import TritonConfig
+from pallas_kernels.gemm.config import TritonConfig, parts_of
 
 NAME = "gemm_triton"
 
@@ -34,8 +34,7 @@ def matmul(
     K, M = a.shape if transpose_a else a.shape[::-1]
     N = b.shape[0] if transpose_b else b.shape[1]
     m_tiles, n_tiles = -(-M // config.tile_m), -(-N // config.tile_n)
-    steps = -(-K // (config.tile_k * config.split))
-    parts = -(-K // (config.tile_k * steps))  # none is empty
+    parts, steps = parts_of(K, config.tile_k, config.split)
     inputs = [(a, _whole(a)), (b, _whole(b))]
     if bias is not None and parts == 1:
         bias = bias.reshape(1, N)
@@ -56,9 +55,12 @@ def matmul(
         precision=precision,
         config=config,
     )
-    if parts == 1:
-        return out[0]
-    total = jnp.sum(out, axis=0)
+    return out[0] if parts == 1 else add_parts(out, bias, out_dtype)
+
+
+def add_parts(parts: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
+    """The sum of [parts, M, N] and bias [N]: one addition after the other, so that the order is always the same."""
+    total = functools.reduce(jnp.add, list(parts))
     return (total if bias is None else total + bias.astype(jnp.float32)).astype(out_dtype)
 
 
