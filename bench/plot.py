@@ -47,7 +47,7 @@ LABELS = {
     "torch_compile_max": "torch.compile max",
     "pallas": "pallas (ours)",
     "pallas_save": "pallas, saved residuals (ours)",
-    "xla": "xla (ours)",
+    "xla": "xla",
     "recurrent": "recurrent (ours)",
 }
 

@@ -15,7 +15,7 @@ from absl import flags
 
 from bench import cli, report, results, stats
 from bench.plot import LABELS
-from bench.spec import MODE_TITLES, UsageError
+from bench.spec import MODE_TITLES, OPERATORS, UsageError
 from bench.verdict import base, families, verdicts
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -48,24 +48,32 @@ def markdown(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], root: 
             f"Milliseconds of {stats.CLOCK_TITLES[clock]}; ratio: ours over the fastest correct other implementation "
             "in the same run, below 1 is a win. Losses first.",
             "",
-            "| operator, case | | ours | error, worst gradient | fastest other | ratio | of the roofline | verdict |",
-            "|---|---|---|---|---|---|---|---|",
         ]
-        lines += [_line(entry) for entry in mine]
-        lines.append("")
-        for (op, mode), family in families(mine).items():
-            if family["ratios"]:
-                ratio, case = family["worst"]
-                lines.append(
-                    f"* {op}, {MODE_TITLES[mode]}: geometric mean of the ratios {family['geomean']:.2f}, worst "
-                    f"{ratio:.2f} ({case}), {family['wins']} of {family['n']} faster."
-                )
+        for op in [op for op in OPERATORS if any(entry["row"]["op"] == op for entry in mine)]:
+            lines += _table(op, [entry for entry in mine if entry["row"]["op"] == op])
     figures = [p for path, _ in documents for p in sorted(path.parent.glob("*_time.png"))]
     for figure in dict.fromkeys(figures):
-        lines += ["", f"![{figure.stem.replace('_', ' ')}]({figure.relative_to(root).as_posix()})"]
+        lines += [f"![{figure.stem.replace('_', ' ')}]({figure.relative_to(root).as_posix()})", ""]
     files = ", ".join(f"`{path.relative_to(root).as_posix()}`" for path, _ in documents)
-    lines += ["", f"From {files} by `python -m bench.readme`; raw samples are in there."]
+    lines += [f"From {files} by `python -m bench.readme`; raw samples are in there."]
     return "\n".join(lines)
+
+
+def _table(op: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [
+        f"| {op} | | ours | error, worst gradient | fastest other | ratio | of the roofline | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_line, entries),
+        "",
+    ]
+    for (_, mode), family in families(entries).items():
+        if family["ratios"]:
+            ratio, case = family["worst"]
+            lines.append(
+                f"* {op}, {MODE_TITLES[mode]}: geometric mean of the ratios {family['geomean']:.2f}, worst "
+                f"{ratio:.2f} ({case}), {family['wins']} of {family['n']} faster."
+            )
+    return [*lines, ""]
 
 
 def _line(entry: Mapping[str, Any]) -> str:
@@ -79,7 +87,7 @@ def _line(entry: Mapping[str, Any]) -> str:
     time = report.number(row["times"][clock]["median"]) if clock else "-"
     verdict = entry["verdict"] + (f": {row['reason']}" if row["reason"] else "")
     return (
-        f"| {row['op']} {row['case']} ({row.get('title', '')}) | {MODE_TITLES[row['mode']].split(' (')[0]} | "
+        f"| {row['case']} ({row.get('title', '')}) | {MODE_TITLES[row['mode']].split(' (')[0]} | "
         f"{time} | {accuracy} | {other} | {shown} | {share} | {verdict.replace('|', '/')} |"
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib.util
 import io
 import json
@@ -22,7 +23,22 @@ from typing import Any
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from bench import cli, gate, harness, kda, kda_step, readme, report, results, roofline, runtimes, stats, toy, verdict
+from bench import (
+    cli,
+    gate,
+    gemm,
+    harness,
+    kda,
+    kda_step,
+    readme,
+    report,
+    results,
+    roofline,
+    runtimes,
+    stats,
+    toy,
+    verdict,
+)
 from bench.spec import Arm, Case, UsageError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -389,6 +405,35 @@ class DecodingTest(absltest.TestCase):
         self.assertEqual((row["status"], row["repeats"]), ("OK", {"n": 2, "different": 0}), row["reason"])
         self.assertLess(row["errors"]["final_state"]["rms"], kda_step.STATE_BAR)
         self.assertEqual(set(row["errors"]), {"o", "final_state"})
+
+
+class GEMMTest(absltest.TestCase):
+    def test_products_are_held_to_float64_and_xla_times_its_candidates_alone(self):
+        (case,) = gemm.cases(["cpu_bf16"])
+        known = gemm.arms("16bit")
+        self.assertEqual([name for name, arm in known.items() if arm.exclusive], ["xla"])
+        with harness.Session(harness.Options(rounds=2)) as session:
+            rows = session.measure(case, [known["xla"], known["torch"]], ("fwd",))
+            both = session.measure(dataclasses.replace(case, name="again"), [known["xla"]])
+        self.assertEqual([(row["mode"], row["status"]) for row in rows], [("fwd", "OK")] * 2, rows)
+        self.assertEqual([(row["mode"], row["status"]) for row in both], [("fwd", "OK"), ("fwdbwd", "OK")], both)
+        self.assertEqual(set(both[1]["errors"]), {"out", "da", "db"})
+        for row in both:
+            self.assertBetween(row["errors"]["out"]["rms"], 1e-4, 4e-3)
+
+    def test_rows_are_sampled_alike_from_outputs_and_from_the_reference(self):
+        for transposes in ("nn", "tn", "nt", "tt"):
+            flips = [t == "t" for t in transposes]
+            preset = gemm.Preset(200, 130, 300, *flips)
+            case = Case("gemm", transposes, dataclasses.asdict(preset) | {"dtype": "float32", "seed": 0})
+            op = gemm.GEMM()
+            inputs = op.inputs(case)
+            a, b, dout = (inputs[name].astype(np.float64) for name in ("a", "b", "dout"))
+            left, right = a.T if flips[0] else a, b.T if flips[1] else b
+            da, db = dout @ right.T, left.T @ dout
+            whole = {"out": left @ right, "da": da.T if flips[0] else da, "db": db.T if flips[1] else db}
+            for name, want in op.oracle(case, inputs).items():
+                np.testing.assert_allclose(op.take(case, name, whole[name], 0), want, rtol=1e-12, atol=1e-10)
 
 
 class RooflineTest(absltest.TestCase):

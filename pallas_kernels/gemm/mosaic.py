@@ -90,9 +90,9 @@ def matmul(
     K, M = a.shape if transpose_a else a.shape[::-1]
     N = b.shape[0] if transpose_b else b.shape[1]
     if precision == "tf32":
-        # Of float32 operands the tensor cores want K along the rows.
-        a, transpose_a = (a.T, False) if transpose_a else (a, False)
-        b, transpose_b = (b, True) if transpose_b else (b.T, True)
+        # Of float32 operands the tensor cores want K along the rows. They cut bits off; a copy can as well be rounded.
+        a, transpose_a = _tf32(a.T) if transpose_a else a, False
+        b, transpose_b = b if transpose_b else _tf32(b.T), True
     if precision == "fp32":
         a_pieces, b_pieces = split(_padded(a, "bfloat16")), split(_padded(b, "bfloat16"))
     else:
@@ -160,6 +160,10 @@ def split(x: jax.Array) -> list[jax.Array]:
         rest = rest - lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     pieces[0] = jnp.where(finite, pieces[0], x.astype(jnp.bfloat16))
     return pieces
+
+
+def _tf32(x: jax.Array) -> jax.Array:
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
 
 
 def _padded(x: jax.Array, dtype: str) -> jax.Array:
