@@ -18,10 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
+import unittest.mock
 from typing import Any
 
 import numpy as np
 from absl.testing import absltest, parameterized
+from jax.experimental.mosaic.gpu import profiler
 
 from bench import (
     cli,
@@ -391,6 +394,17 @@ class KdaOperatorTest(parameterized.TestCase):
 
 
 class DecodingTest(absltest.TestCase):
+    def test_the_profiler_calls_a_function_of_fresh_arguments_itself(self):
+        calls: list[int] = []
+        cupti = types.SimpleNamespace(
+            _cupti_init=calls.clear, _cupti_get_timings=lambda finalize: [("kernel", 1.0)] * len(calls)
+        )
+        library = types.SimpleNamespace(_mosaic_gpu_ext=cupti)
+        function = runtimes._OneAfterTheOther(calls.append, [(i,) for i in range(4)])
+        with unittest.mock.patch.object(profiler, "mosaic_gpu_lib", library):
+            _, timings = profiler.measure(function, aggregate=False, iterations=3)()
+        self.assertEqual((calls, timings), ([2, 1, 0], [[("kernel", 1.0)]] * 3))
+
     def test_the_floor_is_the_state_read_once_and_written_once_and_the_inputs(self):
         (case,) = kda_step.cases(["batch64"])
         traffic = kda_step.KDAStep().traffic(case, "decode")
