@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from dormouse_jax import gates
-from dormouse_jax.dispatch import Device, device_of, interpreting, require_hopper, require_triton, warn_once
+from dormouse_jax.dispatch import (
+    Device,
+    device_of,
+    interpreting,
+    require_hopper,
+    require_proven,
+    require_triton,
+    warn_once,
+)
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.kda_arguments import Arguments, Options, validate
 from dormouse_jax.reference import chunked, recurrent
@@ -210,7 +218,7 @@ def _delta_rule(operator: str, given: dict[str, Any], options: Options):
     else:
         plan = _plan(operator, options, x)
         if plan.raw is None:
-            x = _computed(x, options)
+            x = _computed(x, options, exact=not plan.implementation.startswith("pallas"))
         run = _by_autodiff if plan.implementation == "recurrent" else _with_backward
         o, final_state = run(plan, x)
     if not options.output_final_state:
@@ -218,9 +226,10 @@ def _delta_rule(operator: str, given: dict[str, Any], options: Options):
     return o, jnp.swapaxes(final_state, -1, -2) if options.state_v_first else final_state
 
 
-def _computed(x: Arguments, options: Options) -> Arguments:
+def _computed(x: Arguments, options: Options, exact: bool) -> Arguments:
     """The arguments with gates, beta, queries and keys computed from raw ones, for implementations that leave it to
-    XLA to fuse that into what reads them."""
+    XLA to fuse that into what reads them. exact: queries and keys stay in float32, else they are rounded to v's dtype.
+    """
     wide = jnp.promote_types(x.q.dtype, jnp.float32)
     if options.gate:
         g = gates.log_decay(x.g.astype(wide), x.A_log, x.dt_bias, options.lower_bound)
@@ -228,7 +237,8 @@ def _computed(x: Arguments, options: Options) -> Arguments:
     if options.beta_sigmoid:
         x = x._replace(erase=gates.beta_sigmoid(x.erase.astype(wide), options.neg_eigval))
     if options.l2norm:
-        x = x._replace(q=gates.l2_normalize(x.q), k=gates.l2_normalize(x.k))
+        dtype = wide if exact else x.v.dtype
+        x = x._replace(q=gates.l2_normalize(x.q).astype(dtype), k=gates.l2_normalize(x.k).astype(dtype))
     if x.starts is not None:  # A segment starts by forgetting everything.
         x = x._replace(g=jnp.where(x.starts[..., None, None], -jnp.inf, x.g), starts=None)
     return x
@@ -286,10 +296,16 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
         try:
             if x.cu_seqlens is not None or x.starts is not None:
                 raise NotImplementedError("the kernels take no packed sequences yet")
-            config, passed_over = _kernel_config(device, interpret, asked, sizes)
+            plain = x.q.dtype == jnp.bfloat16 and K == V and K in (64, 128) and options.chunk_size is None
+            plain = plain and x.initial_state is None and not options.output_final_state
+            config, passed_over = _kernel_config(device, interpret, asked, sizes, plain)
             raw = _kernels().Raw(
                 options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval
             )
+            try:
+                require_proven("raw", interpret)
+            except NotImplementedError:
+                raw = None  # They are computed before the call.
             return plan(f"pallas_{config.serial}", config, passed_over, raw=raw)
         except NotImplementedError as reason:
             if asked is not None:
@@ -303,10 +319,13 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
 
 
 def _kernel_config(
-    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any]
+    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any], plain: bool
 ) -> tuple[Any, list[tuple[str, str]]]:
     """The configuration of the kernels, whose `serial` is the backend of the serial ones, and what was passed over; or
-    a NotImplementedError that says why they cannot serve the call."""
+    a NotImplementedError that says why they cannot serve the call.
+
+    plain: whether the call is of the kind that a GPU has shown the Hopper kernels to be right with.
+    """
     require_triton(device, interpret)
     try:
         kernels = _kernels()
@@ -323,6 +342,8 @@ def _kernel_config(
         reason = kernels.hopper_refusal(**{name: sizes[name] for name in ("K", "V", "T", "precision")})
         if reason is not None:
             raise NotImplementedError(reason)
+        if not plain or sizes["T"] % config.chunk_size:
+            require_proven("hopper", interpret)
     except NotImplementedError as reason:
         if asked == "pallas_mosaic":
             raise
@@ -408,8 +429,7 @@ def _backward(plan, x, residuals, o, do, dfinal_state):
 
 
 def _of_kernels(plan: _Plan) -> dict[str, Any]:
-    return {
-        "raw": plan.raw,
+    return ({} if plan.raw is None else {"raw": plan.raw}) | {
         "scale": plan.scale,
         "precision": plan.precision,
         "config": plan.config,

@@ -543,6 +543,26 @@ class DispatchTest(parameterized.TestCase):
         self.assertRegex(dict(found.passed_over).get("pallas_mosaic", ""), reason or "^$")
         self.assertEqual((named.implementation, named.config.serial), ("pallas_triton", "triton"))
 
+    def test_what_no_gpu_has_shown_to_be_right_is_not_chosen_there(self):
+        gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
+        p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)
+        unproven = {"raw": "raw gates", "step": "decoding kernels", "hopper": "serial Hopper kernels with states"}
+        with (
+            unittest.mock.patch.dict(dispatch.UNPROVEN, unproven, clear=True),
+            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
+            unittest.mock.patch("dormouse_jax.step.device_of", return_value=gpu),
+        ):
+            raw = {"use_qk_l2norm_in_kernel": True, "initial_state": p.initial_state}
+            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, **raw))
+            self.assertEqual(found.implementation, "pallas_triton")
+            self.assertIn("were not held to the oracle on a GPU", dict(found.passed_over)["pallas_mosaic"])
+            token = {name: x[:, 0] for name, x in p.inputs.items()}
+            with self.assertWarnsRegex(RuntimeWarning, "'xla', not 'pallas_triton': decoding kernels were not held"):
+                (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda_step(**token, state=p.initial_state))
+            self.assertEqual(found.implementation, "xla")
+            with self.assertRaisesRegex(NotImplementedError, "decoding kernels were not held"):
+                dormouse_jax.kda_step(**token, state=p.initial_state, implementation="pallas")
+
     def test_a_reason_of_the_kernels_is_passed_on(self):
         with dormouse_jax.interpret_kernels():
             with self.assertRaisesRegex(
