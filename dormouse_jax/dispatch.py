@@ -20,6 +20,7 @@ HOPPER_CARDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVID
 # once the tests, which lift this, have passed on one.
 UNPROVEN = {
     "raw": "kernels that take raw gates, beta, queries or keys",
+    "packed": "kernels that take packed sequences",
     "step": "the decoding kernels",
     "hopper": "the serial Hopper kernels with float16, with states given or returned, with sizes other than K = V = 64"
     " or 128, with a last chunk that is not full, or with a chunk size that was asked for",

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dormouse_jax import gates
+from dormouse_jax import gates, packing
 from dormouse_jax.dispatch import (
     Device,
     device_of,
@@ -268,7 +268,7 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     device, interpret = device_of(*(array for array in x if array is not None)), interpreting()
     (B, T, HV, V), K = x.v.shape, x.q.shape[3]
     N = 1 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    sizes: dict[str, Any] = {"K": K, "V": V, "T": T, "batch_heads": B * HV}
+    sizes: dict[str, Any] = {"K": K, "V": V, "T": T, "batch_heads": B * N * HV}
     sizes |= {"precision": options.precision, "chunk_size": options.chunk_size}
     asked = options.implementation
 
@@ -294,16 +294,19 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     passed_over = [("pallas_triton", "implementation='xla' was asked for")]
     if asked != "xla":
         try:
-            if x.cu_seqlens is not None or x.starts is not None:
-                raise NotImplementedError("the kernels take no packed sequences yet")
+            if x.cu_seqlens is not None:
+                require_proven("packed", interpret)
             plain = x.q.dtype == jnp.bfloat16 and K == V and K in (64, 128) and options.chunk_size is None
             plain = plain and x.initial_state is None and not options.output_final_state
-            config, passed_over = _kernel_config(device, interpret, asked, sizes, plain)
+            packed = x.cu_seqlens is not None
+            config, passed_over = _kernel_config(device, interpret, asked, sizes | {"packed": packed}, plain)
             raw = _kernels().Raw(
                 options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval
             )
             try:
                 require_proven("raw", interpret)
+                if x.starts is not None:
+                    require_proven("packed", interpret)
             except NotImplementedError:
                 raw = None  # They are computed before the call.
             return plan(f"pallas_{config.serial}", config, passed_over, raw=raw)
@@ -315,7 +318,8 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
             if device.platform == "gpu" or interpret:
                 warn_once(f"{operator}: taking the slower implementation 'xla', not 'pallas_triton': {reason}")
             passed_over = [("pallas_triton", str(reason))]
-    return plan("xla", chunked.choose_config(device.platform, dtype=x.q.dtype, sequences=N, **sizes), passed_over)
+    sizes |= {"batch_heads": B * HV, "sequences": N}
+    return plan("xla", chunked.choose_config(device.platform, dtype=x.q.dtype, **sizes), passed_over)
 
 
 def _kernel_config(
@@ -339,7 +343,7 @@ def _kernel_config(
         return config, [("pallas_mosaic", "it is no faster here")]
     try:
         require_hopper(device, interpret, asked)
-        reason = kernels.hopper_refusal(**{name: sizes[name] for name in ("K", "V", "T", "precision")})
+        reason = kernels.hopper_refusal(**{name: sizes[name] for name in ("K", "V", "T", "precision", "packed")})
         if reason is not None:
             raise NotImplementedError(reason)
         if not plain or sizes["T"] % config.chunk_size:
@@ -410,9 +414,7 @@ def _forward_kernels(plan, x, save):
             *_operands(x), scale=plan.scale, config=plan.config, save=save, cu_seqlens=x.cu_seqlens
         )
     else:
-        o, final_state, residuals = _kernels().forward(
-            *_operands(x), A_log=x.A_log, dt_bias=x.dt_bias, save=save, **_of_kernels(plan)
-        )
+        o, final_state, residuals = _kernels().forward(*_operands(x), save=save, **_of_kernels(plan, x))
     # A state that nobody wants is left out here, so that its gradient is None in the backward, not an array of zeros.
     return o, final_state if plan.final_state else None, residuals
 
@@ -425,11 +427,20 @@ def _backward(plan, x, residuals, o, do, dfinal_state):
     if plan.implementation == "xla":
         *grads, dstate = chunked.backward(*arrays, scale=plan.scale, config=plan.config, cu_seqlens=x.cu_seqlens)
         return Arguments(*grads, initial_state=dstate)
-    return Arguments(*_kernels().backward(*arrays, A_log=x.A_log, dt_bias=x.dt_bias, o=o, **_of_kernels(plan)))
+    return Arguments(*_kernels().backward(*arrays, o=o, **_of_kernels(plan, x)))
 
 
-def _of_kernels(plan: _Plan) -> dict[str, Any]:
+def _of_kernels(plan: _Plan, x: Arguments) -> dict[str, Any]:
+    """What the kernels' forward and backward take alike."""
+    packed = None
+    if x.cu_seqlens is not None:
+        found = packing.chunks(x.cu_seqlens, x.q.shape[1], plan.config.chunk_size)
+        packed = _kernels().Packing(found.rows, jnp.stack([found.first, x.cu_seqlens], axis=1))
     return ({} if plan.raw is None else {"raw": plan.raw}) | {
+        "A_log": x.A_log,
+        "dt_bias": x.dt_bias,
+        "starts": x.starts,
+        "packing": packed,
         "scale": plan.scale,
         "precision": plan.precision,
         "config": plan.config,

@@ -563,6 +563,23 @@ class DispatchTest(parameterized.TestCase):
             with self.assertRaisesRegex(NotImplementedError, "decoding kernels were not held"):
                 dormouse_jax.kda_step(**token, state=p.initial_state, implementation="pallas")
 
+    def test_packed_sequences_go_elsewhere_until_a_gpu_has_shown_them_to_be_right(self):
+        gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
+        p = helpers.problem("kda", dataclasses.replace(SHAPE, B=1))
+        cu_seqlens, ids = np.array([0, 3, 8]), np.array([[0, 0, 0, 1, 1, 1, 1, 1]])
+        with (
+            unittest.mock.patch.dict(dispatch.UNPROVEN, {"packed": "packed sequences"}, clear=True),
+            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
+        ):
+            with self.assertWarnsRegex(RuntimeWarning, "'xla', not 'pallas_triton': packed sequences were not held"):
+                (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, cu_seqlens=cu_seqlens))
+            self.assertEqual(found.implementation, "xla")
+            with self.assertRaisesRegex(NotImplementedError, "packed sequences were not held"):
+                dormouse_jax.kda(**p.inputs, cu_seqlens=cu_seqlens, implementation="pallas")
+            # Segments need no kernel of their own: their starts are gates that forget everything.
+            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, segment_ids=ids))
+            self.assertEqual(found.implementation, "pallas_triton")
+
     def test_a_reason_of_the_kernels_is_passed_on(self):
         with dormouse_jax.interpret_kernels():
             with self.assertRaisesRegex(

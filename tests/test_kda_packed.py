@@ -1,5 +1,6 @@
 """Packed sequences, by `cu_seqlens` and by `segment_ids`, for every implementation."""
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import dormouse_jax
 from tests import helpers
-from tests.helpers import OPERATORS, Shape
+from tests.helpers import IMPLEMENTATIONS, OPERATORS, Shape
 
 SMALL_CHUNKS = {} if helpers.on_gpu() else {"chunk_size": 16}
 SMALL = Shape(T=0, H=1, HV=2, K=20, V=24)
@@ -28,16 +29,20 @@ LENGTHS = {
 }
 
 
-def each(*, interpreted=(), **axes):
-    """Named parameters for the product of `axes` and the implementations; of the kernels only what `interpreted` lists
-    where they are interpreted, for they compile slowly."""
-    axes = axes | {"implementation": ("recurrent", "xla")}
+def each(*, interpreted=(), few=lambda case: True, **axes):
+    """Named parameters for the product of `axes` and the implementations. Kernels on a GPU take all cases, the
+    references those that `few` says, and interpreted kernels, which compile slowly, those that `interpreted` names."""
+    axes = axes | {"implementation": IMPLEMENTATIONS}
     cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     named = {"_".join(str(value) for value in case.values()): case for case in cases}
+
+    def taken(name, case):
+        if case["implementation"] == "pallas_triton":
+            return helpers.on_gpu() or name in interpreted
+        return few(argparse.Namespace(**case))
+
     return parameterized.named_parameters(
-        {"testcase_name": name} | case
-        for name, case in named.items()
-        if case["implementation"] != "pallas_triton" or helpers.on_gpu() or name in interpreted
+        {"testcase_name": name} | case for name, case in named.items() if taken(name, case)
     )
 
 
@@ -45,6 +50,7 @@ class CuSeqlensTest(parameterized.TestCase):
     @each(
         operator=OPERATORS,
         lengths=tuple(LENGTHS),
+        few=lambda c: c.lengths == "of_all_kinds" or c.operator == "kda" and c.implementation == "xla",
         interpreted=("kda_of_all_kinds_pallas_triton",),
     )
     def test_against_the_oracle(self, operator, lengths, implementation):
@@ -71,14 +77,14 @@ class CuSeqlensTest(parameterized.TestCase):
         got = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each(dtype=("bfloat16", "float16"))
+    @each(dtype=("bfloat16", "float16"), few=lambda c: c.dtype == "bfloat16")
     def test_in_16_bit(self, dtype, implementation):
         dtype = jnp.dtype(dtype)
         p = helpers.packed("kda", LENGTHS["of_all_kinds"], LARGE, dtype=dtype, gate_dtype=dtype, decay=0.05)
         got = helpers.value_and_grads(p, implementation)
         helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
-    @each(residuals=("recompute", "save"))
+    @each(residuals=("recompute", "save"), few=lambda c: c.implementation == "xla")
     def test_residual_policies_and_states_with_the_value_axis_first(self, residuals, implementation):
         p = helpers.packed("kda", (5, 0, 30, 18), SMALL)
         want = helpers.oracle(p)
@@ -90,7 +96,7 @@ class CuSeqlensTest(parameterized.TestCase):
             got[name] = jnp.swapaxes(got[name], -1, -2)
         helpers.assert_all_close(got, want)
 
-    @each(interpreted=())
+    @each()
     def test_one_program_serves_all_packings(self, implementation):
         p = helpers.packed("kda", (5, 0, 30, 18), SMALL)
 
@@ -137,7 +143,7 @@ class CuSeqlensTest(parameterized.TestCase):
         self.assertTrue(np.isnan(got["final_state"][1:3]).all())
         helpers.assert_same_bits({"empty": got["dinitial_state"][1]}, {"empty": p.dfinal_state[1]})
 
-    @each(interpreted=())
+    @each()
     def test_two_calls_with_the_states_carried_equal_one(self, implementation):
         first, second = (7, 33, 0), (20, 0, 18)
         whole = helpers.packed("kda", tuple(a + b for a, b in zip(first, second, strict=True)), SMALL)
@@ -157,7 +163,7 @@ class CuSeqlensTest(parameterized.TestCase):
         )
         helpers.assert_close(state, want["final_state"], rms=2e-6)
 
-    @each(interpreted=())
+    @each()
     def test_later_tokens_and_sequences_change_nothing_before_them(self, implementation):
         p = helpers.packed("kda", (18, 21, 17), SMALL)
         other = helpers.packed("kda", (18, 21, 17), SMALL, seed=5, decay=20.0)
@@ -172,7 +178,14 @@ class CuSeqlensTest(parameterized.TestCase):
 
     @each(interpreted=("pallas_triton",))
     def test_any_packing_and_any_gates(self, implementation):
-        @hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
+        # A failing case is not made smaller: that takes minutes, and its packing can be read.
+        @hypothesis.settings(
+            max_examples=12,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+        )
         @hypothesis.given(
             ends=st.lists(st.integers(0, 60), min_size=4, max_size=4),
             seed=st.integers(0, 2**16),
@@ -233,7 +246,7 @@ class SegmentIdsTest(parameterized.TestCase):
         got = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each(interpreted=())
+    @each()
     def test_one_segment_is_no_packing(self, implementation):
         p = helpers.problem("kda", dataclasses.replace(SMALL, B=2, T=39))
         want = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)

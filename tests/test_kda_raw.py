@@ -1,5 +1,6 @@
 """Raw gates, beta, queries and keys: the options `use_..._in_kernel`, for every implementation."""
 
+import argparse
 import itertools
 
 import jax
@@ -33,16 +34,20 @@ def for_operator(operator, names):
     return tuple(name for name in names if operator == "kda" or not name.startswith("beta"))
 
 
-def each(*, interpreted=(), **axes):
-    """Named parameters for the product of `axes` and the implementations; of the kernels only what `interpreted` lists
-    where they are interpreted, for they compile slowly."""
+def each(*, interpreted=(), few=lambda case: True, **axes):
+    """Named parameters for the product of `axes` and the implementations. Kernels on a GPU take all cases, the
+    references those that `few` says, and interpreted kernels, which compile slowly, those that `interpreted` names."""
     axes = axes | {"implementation": IMPLEMENTATIONS}
     cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     named = {"_".join(str(value) for value in case.values()): case for case in cases}
+
+    def taken(name, case):
+        if case["implementation"] == "pallas_triton":
+            return helpers.on_gpu() or name in interpreted
+        return few(argparse.Namespace(**case))
+
     return parameterized.named_parameters(
-        {"testcase_name": name} | case
-        for name, case in named.items()
-        if case["implementation"] != "pallas_triton" or helpers.on_gpu() or name in interpreted
+        {"testcase_name": name} | case for name, case in named.items() if taken(name, case)
     )
 
 
@@ -50,6 +55,9 @@ class RawTest(parameterized.TestCase):
     @each(
         operator=OPERATORS,
         together=tuple(TOGETHER),
+        few=lambda c: (
+            c.together.startswith("all") if c.operator == "gdn2" else c.implementation == "xla" or "_" in c.together
+        ),
         interpreted=("kda_all_pallas_triton", "kda_all_bounded_pallas_triton", "gdn2_all_pallas_triton"),
     )
     def test_against_the_oracle(self, operator, together, implementation):
@@ -74,7 +82,7 @@ class RawTest(parameterized.TestCase):
         expected |= {f"d{name}": x.dtype for name, x in p.inputs.items()}
         self.assertEqual({name: x.dtype for name, x in got.items()}, expected)
 
-    @each(residuals=("recompute", "save"), interpreted=("save_pallas_triton",))
+    @each(residuals=("recompute", "save"), few=lambda c: c.implementation == "xla", interpreted=("save_pallas_triton",))
     def test_residual_policies(self, residuals, implementation):
         p = helpers.raw(helpers.problem("kda", SMALL), "l2norm", "bounded_gate", "beta")
         got = helpers.value_and_grads(p, implementation, residuals=residuals, **SMALL_CHUNKS)
@@ -99,7 +107,7 @@ class RawTest(parameterized.TestCase):
         # What is saturated has no gradient to compare with; the scale is then that of the others.
         helpers.assert_all_close(got, want, floor=1e-3 * float(np.sqrt(np.mean(want["dv"] ** 2))))
 
-    @each(option=("l2norm", "gate", "bounded_gate", "beta_to_2"), interpreted=())
+    @each(option=("l2norm", "gate", "bounded_gate", "beta_to_2"), few=lambda c: c.option != "l2norm")
     def test_equals_computing_it_before_the_call(self, option, implementation):
         p = helpers.raw(helpers.problem("kda", SMALL), option)
         inputs = {name: jnp.asarray(x) for name, x in p.inputs.items()}
@@ -122,7 +130,7 @@ class RawTest(parameterized.TestCase):
         helpers.assert_close(o, want, rms=1e-6)
         helpers.assert_close(state, want_state, rms=1e-6)
 
-    @each(interpreted=())
+    @each()
     def test_a_zero_query_and_key_have_finite_gradients(self, implementation):
         p = helpers.raw(helpers.problem("kda", SMALL), "l2norm")
         q, k = np.array(p.inputs["q"]), np.array(p.inputs["k"])
@@ -153,7 +161,7 @@ class RawTest(parameterized.TestCase):
         for result in results[1:]:
             helpers.assert_same_bits(result, results[0])
 
-    @each(interpreted=())
+    @each()
     def test_value_heads_have_gates_of_their_own(self, implementation):
         shape = Shape(T=256, K=128, V=128, B=4, H=16, HV=32) if helpers.on_gpu() else Shape(T=20, K=8, V=8, H=2, HV=4)
         p = helpers.raw(helpers.problem("kda", shape), "gate")

@@ -2,7 +2,8 @@
 backend, with serial kernels for Hopper on its Mosaic GPU backend.
 
 Arrays as in `dormouse_jax.kda`; KDA passes beta [B, T, HV] as `erase` and None as `write`, the general rule erase [B,
-T, HV, K] and write [B, T, HV, V]. What `raw` says comes raw is made up in the kernels.
+T, HV, K] and write [B, T, HV, V]. What `raw` says comes raw is made up in the kernels. With a `packing`, B is 1 and
+states are [N, HV, K, V]; starts [B, T] marks tokens that forget everything before them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pallas_kernels.kda import backward as _backward
 from pallas_kernels.kda import forward as _forward
 from pallas_kernels.kda.config import KdaConfig, choose_config, hopper_refusal
 from pallas_kernels.kda.raw import NOTHING_RAW, Raw
-from pallas_kernels.kda.sizes import Sizes
+from pallas_kernels.kda.sizes import Packing, Sizes
 
 __all__ = [
     "KdaConfig",
+    "Packing",
     "Raw",
     "Residuals",
     "backward",
@@ -41,21 +43,25 @@ def forward(
     q, k, v, g, erase, write, initial_state,
     *, scale: float, precision: str, config: KdaConfig, interpret: bool, save: bool = False,
     raw: Raw = NOTHING_RAW, A_log: jax.Array | None = None, dt_bias: jax.Array | None = None,
+    starts: jax.Array | None = None, packing: Packing | None = None,
 ):  # fmt: skip
-    """Returns o [B, T, HV, V] in q's dtype, final_state [B, HV, K, V] in float32, and Residuals: all with save=True."""
+    """Returns o [B, T, HV, V] in q's dtype, final_state [N, HV, K, V] in float32, and Residuals: all with save=True."""
     common = {"precision": precision, "config": config, "interpret": interpret}
-    prepared, _ = _forward.prepare(q, k, v, g, erase, write, A_log, dt_bias, scale=scale, raw=raw, **common)
+    prepared, _ = _forward.prepare(
+        q, k, v, g, erase, write, A_log, dt_bias, starts, scale=scale, raw=raw, packing=packing, **common
+    )
     maps = _forward.segment_maps(prepared, q, v, erase, **common)
-    o, final, states = _run_states(prepared, maps, initial_state, q, v, erase, save=save, **common)
+    o, final, states = _run_states(prepared, maps, initial_state, q, v, erase, save=save, packing=packing, **common)
     saved = (prepared, states, maps) if states is not None else None
     return o, final, Residuals((prepared.P, prepared.M, prepared.norms), saved)
 
 
-def _run_states(prepared, maps, *arrays, precision, config: KdaConfig, interpret, save, with_output=True):
+def _run_states(prepared, maps, *arrays, precision, config: KdaConfig, interpret, save, with_output=True, packing=None):
     """`run_states` of the configuration's backend."""
     common = {"config": config, "interpret": interpret, "save": save, "with_output": with_output}
     if config.serial == "triton":
-        return _forward.run_states(prepared, maps, *arrays, precision=precision, **common)
+        return _forward.run_states(prepared, maps, *arrays, precision=precision, packing=packing, **common)
+    assert packing is None
     o, final, states = _hopper().run_states(prepared, *arrays, **common)
     return o, final, None if states is None else _forward.States(*states)
 
@@ -71,7 +77,7 @@ def backward(
     q, k, v, g, erase, write, initial_state, residuals: Residuals, do, dfinal_state,
     *, scale: float, precision: str, config: KdaConfig, interpret: bool,
     raw: Raw = NOTHING_RAW, A_log: jax.Array | None = None, dt_bias: jax.Array | None = None,
-    o: jax.Array | None = None,
+    starts: jax.Array | None = None, packing: Packing | None = None, o: jax.Array | None = None,
 ):  # fmt: skip
     """Returns dq, dk, dv, dg, derase, dwrite, dA_log, ddt_bias and dinitial_state, each in the dtype of what it belongs
     to, and None where that is None; dfinal_state may be None for zero.
@@ -80,13 +86,15 @@ def backward(
     inputs and the matrices.
     """
     common = {"precision": precision, "config": config, "interpret": interpret}
-    of_inputs = {"scale": scale, "raw": raw, **common}
+    of_inputs = {"scale": scale, "raw": raw, "packing": packing, **common}
     if residuals.saved is None:
         prepared, _ = _forward.prepare(
-            q, k, v, g, erase, write, A_log, dt_bias, matrices=residuals.matrices, **of_inputs
+            q, k, v, g, erase, write, A_log, dt_bias, starts, matrices=residuals.matrices, **of_inputs
         )
         maps = _forward.segment_maps(prepared, q, v, erase, **common)
-        _, _, states = _run_states(prepared, maps, initial_state, q, v, erase, save=True, with_output=False, **common)
+        _, _, states = _run_states(
+            prepared, maps, initial_state, q, v, erase, save=True, with_output=False, packing=packing, **common
+        )
         assert states is not None
     else:
         prepared, states, maps = residuals.saved
@@ -97,9 +105,11 @@ def backward(
         )
     else:
         dS, dU, dinitial = _backward.run_states_bwd(
-            prepared, maps, do, dfinal_state, has_initial, q, v, erase, **common
+            prepared, maps, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
         )
-    grads = _backward.gradients(prepared, states, dS, dU, q, k, v, g, erase, write, do, A_log, dt_bias, o, **of_inputs)
+    grads = _backward.gradients(
+        prepared, states, dS, dU, q, k, v, g, erase, write, do, A_log, dt_bias, starts, o, **of_inputs
+    )
     return *grads, dinitial
 
 

@@ -40,21 +40,25 @@ from pallas_kernels.kda.forward import (
     V_SLAB,
     Prepared,
     States,
+    chunk_rows,
     diagonal_dot,
+    launched,
     load_state,
+    of_used_chunks,
     segment_chunks,
     segment_starts,
 )
 from pallas_kernels.kda.raw import NOTHING_RAW, Raw
-from pallas_kernels.kda.sizes import Sizes, operand_dtype
+from pallas_kernels.kda.sizes import Packing, Sizes, operand_dtype
 from pallas_kernels.kda.tokens import Inputs, Tokens
 
 
 def kda_state_bwd(
-    do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, *refs,
+    do_ref, w_ref, qhat_ref, ktil_ref, p_ref, decay_ref, packing: Packing | None, *refs,
     sizes: Sizes, v_tile: int, segments: int, precision: str, has_final: bool, has_initial: bool, interpret: bool,
 ):  # fmt: skip
-    """Walks backwards over a segment, a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, segments, B * HV).
+    """Walks backwards over a segment, a tile of dS^T, [v_tile, bk], in registers. Grid (V tiles, segments, sequences *
+    HV).
 
     refs: the gradients that segments end with (segments > 1) or dfinal_state (if has_final); then dS, dU, and
     dinitial_state if has_initial.
@@ -67,13 +71,13 @@ def kda_state_bwd(
     first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
     full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
-    begin, end = segment_chunks(sizes.nt, segment, segments)
+    begin, end, rows = segment_chunks(sizes, packing, segment, segments)
 
     def step(s, dS):
         n = end - 1 - s
         dSo = dS.astype(op)
         ds_ref[n, tile, full_k] = dSo
-        do = bt.load_tile(do_ref, sizes.rows(n * sizes.C, sizes.C), vc).astype(op).T
+        do = bt.load_tile(do_ref, rows(n), vc).astype(op).T
         dU = dot(do, p_ref[n, full_c, full_c]) + dot(dSo, ktil_ref[n, full_c, full_k], (1, 1))
         dUo = dU.astype(op)
         du_ref[n, full_c, tile] = dUo.T
@@ -102,11 +106,11 @@ def kda_segment_bwd(
     dot = Dot(precision, interpret)
     first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
     full_k, full_c, all_k = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), (0, sizes.bk, None)
-    begin, end = segment_chunks(sizes.nt, segment, segments)
+    begin, end, rows = segment_chunks(sizes, None, segment, segments)
 
     def step(s, dS):
         n = end - 1 - s
-        do = bt.load_tile(do_ref, sizes.rows(n * sizes.C, sizes.C), sizes.v_cols(first, v_tile)).astype(op).T
+        do = bt.load_tile(do_ref, rows(n), sizes.v_cols(first, v_tile)).astype(op).T
         dU = dot(do, p_ref[n, full_c, full_c]) + dot(dS.astype(op), ktil_ref[n, full_c, full_k], (1, 1))
         decayed = dS * decay_ref[n, 0, full_k][None, :]
         return decayed + dot(do, qhat_ref[n, full_c, full_k]) - dot(dU.astype(op), w_ref[n, full_c, full_k])
@@ -116,8 +120,8 @@ def kda_segment_bwd(
     # D^T is copied along, a share of its rows by each program, so that the combination reads one array like the
     # forward's.
     share = sizes.bk * v_tile // sizes.bv
-    rows = (sizes.bv + pl.program_id(0) * share, share, None)
-    bt.store_tile(added_ref, rows, all_k, bt.load_tile(map_ref, rows, all_k))
+    shared = (sizes.bv + pl.program_id(0) * share, share, None)
+    bt.store_tile(added_ref, shared, all_k, bt.load_tile(map_ref, shared, all_k))
 
 
 def kda_combine_bwd(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, interpret: bool):
@@ -135,8 +139,9 @@ def kda_combine_bwd(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, ha
             dS = added + dot32(dS, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k), (1, 1))
 
 
+@of_used_chunks(axis=1)
 def kda_grads(
-    x: Inputs, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref, *refs,
+    x: Inputs, packing: Packing | None, do_ref, m_ref, s_ref, ds_ref, u_ref, du_ref, decay_ref, *refs,
     sizes: Sizes, raw: Raw, scale: float, k_tile: int, precision: str, always_exact: bool, interpret: bool,
 ):  # fmt: skip
     """All gradients of one chunk of one value head, for one tile of key channels. Grid (K tiles, NT, B * HV).
@@ -155,12 +160,12 @@ def kda_grads(
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     f32 = jnp.float32
     row, col = iotas()
-    tile, start = pl.program_id(0), pl.program_id(1) * sizes.C
+    tile, (start, limit) = pl.program_id(0), chunk_rows(sizes, packing, pl.program_id(1))
     kc, nb = (tile * k_tile, k_tile, sizes.k_limit), sizes.blocks
     slab = min(sizes.bv, V_SLAB)
     slabs = range(0, sizes.bv, slab)
     padded_k = (tile * k_tile, k_tile, None)
-    tokens = Tokens(x, norm_ref, sizes, raw, start, kc, precision, interpret)
+    tokens = Tokens(x, norm_ref, sizes, raw, start, limit, kc, precision, interpret)
     rows = tokens.rows
 
     def local(r):
@@ -307,8 +312,8 @@ def kda_grads(
         bt.store_tile(dq_ref, rows(r), kc, dq)
         bt.store_tile(dk_ref, rows(r), kc, dk)
         dg = MaskedSum(dG, precision, interpret)(row <= col) + dG_end
-        if raw.gate:
-            dg, dA_log = tokens.gate_gradients(r, g, dg)
+        dg, dA_log = tokens.g_gradients(r, g, dg)
+        if dA_log is not None:
             share_A, share_bias = share_A + dA_log, share_bias + dg
         bt.store_tile(dg_ref, rows(r), kc, dg)
         dG_end += jnp.sum(dG, axis=0)[None, :]
@@ -324,17 +329,18 @@ def kda_grads(
 
 
 def run_states_bwd(
-    prepared: Prepared, maps, do, dfinal_state, has_initial, q, v, erase, *, precision, config: KdaConfig, interpret
-):
+    prepared: Prepared, maps, do, dfinal_state, has_initial, q, v, erase,
+    *, precision, config: KdaConfig, interpret, packing: Packing | None = None,
+):  # fmt: skip
     """Runs `kda_state_bwd`, split like the forward; returns dS [B * HV, NT, bv, bk], dU [B * HV, NT, C, bv],
     dinitial_state or None."""
-    sizes = Sizes.of(q, v, erase, config)
+    sizes = Sizes.of(q, v, erase, config, packing)
     op = operand_dtype(q.dtype, precision)
     v_tile = min(config.v_tile, sizes.bv)
     tiles = (prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay)
-    inputs = [(do, sizes.head(do)), *((x, sizes.chunks(*x.shape[2:])[1]) for x in tiles)]
+    inputs: list = [(do, sizes.head(do)), *((x, sizes.chunks(*x.shape[2:])[1]) for x in tiles)]
     segments = 1 if maps is None else maps.shape[1]
-    grid = (sizes.bv // v_tile, segments, sizes.B * sizes.HV)
+    grid = (sizes.bv // v_tile, segments, sizes.N * sizes.HV)
     common = {"sizes": sizes, "v_tile": v_tile, "segments": segments, "precision": precision}
     launch = {"num_warps": config.state_bwd_warps, "num_stages": config.state_bwd_stages, "interpret": interpret}
     if maps is not None:
@@ -346,20 +352,20 @@ def run_states_bwd(
         ends = segment_starts(
             added, dfinal_state, q, v, erase, config=config, interpret=interpret, body=kda_combine_bwd
         )
-        inputs.append((ends, pl.BlockSpec((None, None, sizes.bv, sizes.bk), lambda *i: (i[-1], i[-2], 0, 0))))
-    elif dfinal_state is not None:
-        inputs.append((dfinal_state, sizes.state()))
+        end = [(ends, pl.BlockSpec((None, None, sizes.bv, sizes.bk), lambda *i: (i[-1], i[-2], 0, 0)))]
+    else:
+        end = [] if dfinal_state is None else [(dfinal_state, sizes.state())]
     outputs = []
     for tile in ((sizes.bv, sizes.bk), (sizes.C, sizes.bv)):
         shape, spec = sizes.chunks(*tile)
         outputs.append((jax.ShapeDtypeStruct(shape, op), spec))
     if has_initial:
-        outputs.append((jax.ShapeDtypeStruct((sizes.B, sizes.HV, sizes.K, sizes.V), jnp.float32), sizes.state()))
+        outputs.append((jax.ShapeDtypeStruct((sizes.N, sizes.HV, sizes.K, sizes.V), jnp.float32), sizes.state()))
     dS, dU, *dinitial = bt.launch(
         kda_state_bwd,
         "kda_state_bwd",
         grid,
-        inputs,
+        [*inputs, launched(packing), *end],
         outputs,
         **launch,
         **common,
@@ -370,16 +376,18 @@ def run_states_bwd(
 
 
 def gradients(
-    prepared: Prepared, states: States, dS, dU, q, k, v, g, erase, write, do, A_log=None, dt_bias=None, o=None,
-    *, scale, precision, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW,
+    prepared: Prepared, states: States, dS, dU, q, k, v, g, erase, write, do, A_log=None, dt_bias=None,
+    starts=None, o=None,
+    *, scale, precision, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW, packing: Packing | None = None,
 ):  # fmt: skip
     """Runs `kda_grads`; returns dq, dk, dv, dg, derase, dwrite (None for KDA), dA_log and ddt_bias (None where there
     are none). o, the forward's output, is needed where q and k come raw."""
-    sizes = Sizes.of(q, v, erase, config)
+    sizes = Sizes.of(q, v, erase, config, packing)
     k_tile = min(config.k_tile, sizes.bk)
     tiles = sizes.bk // k_tile
     grouped = sizes.HV != sizes.H
-    inputs: list = [Inputs(q, k, v, g, erase, write, A_log, dt_bias).launched(sizes), (do, sizes.head(do))]
+    inputs: list = [Inputs(q, k, v, g, erase, write, A_log, dt_bias, starts).launched(sizes), launched(packing)]
+    inputs.append((do, sizes.head(do)))
     inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
     if raw.l2norm:
         inputs += [(prepared.norms, sizes.chunk(sizes.C, 2)[1]), (o, sizes.head(o))]
@@ -421,7 +429,10 @@ def gradients(
         dq, dk = (x.reshape(split).sum(axis=3).astype(like.dtype) for x, like in ((dq, q), (dk, k)))
 
     def over_chunks(x, *axes):
-        return x[..., : sizes.K].reshape(sizes.B, sizes.HV, sizes.nt, sizes.K).sum(axis=axes)
+        x = x[..., : sizes.K].reshape(sizes.B, sizes.HV, sizes.nt, sizes.K)
+        if packing is not None:  # A slot that is not used leaves no share.
+            x = jnp.where((packing.rows[:, 0] < packing.rows[:, 1])[:, None], x, 0.0)
+        return x.sum(axis=axes)
 
     dA_log = None if A_log is None else over_chunks(rest.pop(0), 0, 2, 3).astype(A_log.dtype)
     ddt_bias = None if dt_bias is None else over_chunks(rest.pop(0), 0, 2).reshape(-1).astype(dt_bias.dtype)

@@ -80,7 +80,15 @@ def _table() -> list[dict]:
 
 
 def choose_config(
-    device_kind: str, *, K: int, V: int, T: int, batch_heads: int, precision: str, chunk_size: int | None = None
+    device_kind: str,
+    *,
+    K: int,
+    V: int,
+    T: int,
+    batch_heads: int,
+    precision: str,
+    chunk_size: int | None = None,
+    packed: bool = False,
 ) -> KdaConfig:
     """The configuration for a call, read from configs.json without timing anything.
 
@@ -89,9 +97,10 @@ def choose_config(
     Args:
       device_kind: `jax.Device.device_kind`, such as "NVIDIA H200"; any other string gets the general rows.
       K, V, T: key dim, value dim, tokens.
-      batch_heads: B * HV.
+      batch_heads: B * HV, or that of packed sequences and HV.
       precision: "fp32", "tf32" or "16bit".
       chunk_size: the chunk size the caller insists on, or None.
+      packed: whether sequences are packed: none is split then.
 
     Raises:
       ValueError: for sizes or a precision outside of what the kernels serve.
@@ -110,12 +119,14 @@ def choose_config(
     )
     config = KdaConfig(**row["config"])
     v_tile = min(config.v_tile, max(BLOCK, ceil_pow2(V)))
-    config = dataclasses.replace(config, v_tile=v_tile)
+    config = dataclasses.replace(config, v_tile=v_tile, segments=1 if packed else config.segments)
     return config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
 
 
-def hopper_refusal(*, K: int, V: int, T: int, precision: str) -> str | None:
+def hopper_refusal(*, K: int, V: int, T: int, precision: str, packed: bool = False) -> str | None:
     """Why the serial kernels for Hopper cannot serve a call there, or None where they can."""
+    if packed:
+        return "the serial Hopper kernels take no packed sequences"
     if precision != "16bit":
         return f"the serial Hopper kernels multiply 16-bit operands, and precision is {precision!r}"
     if not 32 < K <= 128 or V not in (64, 128, 256):

@@ -18,6 +18,7 @@ tensor cores read from registers, so the serial chain never passes through share
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from pallas_kernels.backend_triton import Dot
 from pallas_kernels.kda.blocks import FAST_LIMIT, Decays, exact_products, invert, iotas
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.raw import NORM_EPSILON, NOTHING_RAW, Raw
-from pallas_kernels.kda.sizes import Sizes, operand_dtype
+from pallas_kernels.kda.sizes import Packing, Sizes, operand_dtype
 from pallas_kernels.kda.tokens import Inputs, Tokens
 
 V_SLAB = 128  # Value columns that the parallel kernels hold at a time.
@@ -68,8 +69,28 @@ def diagonal_dot(precision: str, op, interpret: bool) -> tuple[Dot, jnp.dtype]:
     return Dot(precision, interpret), op
 
 
+def of_used_chunks(axis: int):
+    """Makes a kernel leave out the slots that packed sequences do not use; `axis` of the grid counts chunks. Interpret
+    mode, which knows no program in a branch, does not."""
+
+    def decorate(body):
+        @functools.wraps(body)
+        def kernel(x, packing, *refs, sizes, interpret, **static):
+            run = functools.partial(body, x, packing, *refs, sizes=sizes, interpret=interpret, **static)
+            if packing is None or interpret:
+                run()
+            else:
+                start, limit = chunk_rows(sizes, packing, pl.program_id(axis))
+                pl.when(start < limit)(run)
+
+        return kernel
+
+    return decorate
+
+
+@of_used_chunks(axis=0)
 def kda_prepare(
-    x: Inputs, *refs,
+    x: Inputs, packing: Packing | None, *refs,
     sizes: Sizes, raw: Raw, scale: float, precision: str, matrices: bool, always_exact: bool, interpret: bool,
 ):  # fmt: skip
     """All state-free tiles of one chunk of one value head. Grid (NT, B * HV).
@@ -84,14 +105,14 @@ def kda_prepare(
     dot = Dot(precision, interpret)
     dot_diagonal, diagonal = diagonal_dot(precision, op, interpret)
     row, col = iotas()
-    start = pl.program_id(0) * sizes.C
+    start, limit = chunk_rows(sizes, packing, pl.program_id(0))
     kc, all_k, all_c = sizes.k_cols(), (0, sizes.bk, None), (0, sizes.C, None)
     f32 = jnp.float32
 
     def local(r):
         return (r * BLOCK, BLOCK, None)
 
-    tokens = Tokens(x, norm_ref, sizes, raw, start, kc, precision, interpret)
+    tokens = Tokens(x, norm_ref, sizes, raw, start, limit, kc, precision, interpret)
     if raw.l2norm and matrices:
         for column, ref in enumerate((x.q, x.k)):
             rows = bt.load_tile(ref, tokens.rows(0, sizes.C), kc).astype(f32)
@@ -173,12 +194,12 @@ def kda_prepare(
 
 
 def kda_state(
-    w_ref, qhat_ref, ktil_ref, y_ref, p_ref, decay_ref, *refs,
+    w_ref, qhat_ref, ktil_ref, y_ref, p_ref, decay_ref, packing: Packing | None, *refs,
     sizes: Sizes, v_tile: int, segments: int, precision: str, has_initial: bool, with_output: bool, save: bool,
     interpret: bool,
 ):  # fmt: skip
-    """Walks over the chunks of one segment of a value head, a tile of S^T, [v_tile, bk], in registers. Grid (V tiles,
-    segments, B * HV).
+    """Walks over the chunks of one segment of a sequence and value head, a tile of S^T, [v_tile, bk], in registers.
+    Grid (V tiles, segments, sequences * HV).
 
     refs: the states that segments start from (segments > 1) or initial_state (if has_initial); then o, final_state if
     with_output, and S, U if save.
@@ -190,6 +211,7 @@ def kda_state(
     first, segment = pl.program_id(0) * v_tile, pl.program_id(1)
     k_rows, vc = sizes.k_cols(), sizes.v_cols(first, v_tile)
     full_k, full_c, tile = pl.ds(0, sizes.bk), pl.ds(0, sizes.C), pl.ds(first, v_tile)
+    begin, end, rows = segment_chunks(sizes, packing, segment, segments)
 
     def step(n, S):
         So = S.astype(op)
@@ -197,7 +219,7 @@ def kda_state(
         Uo = U.astype(op)
         if with_output:
             o = dot(So, qhat_ref[n, full_c, full_k], (1, 1)) + dot(Uo, p_ref[n, full_c, full_c], (1, 1))
-            bt.store_tile(refs[0], sizes.rows(n * sizes.C, sizes.C), vc, o.T)
+            bt.store_tile(refs[0], rows(n), vc, o.T)
         if save:
             states_ref, u_ref = refs[-2:]
             states_ref[n, tile, full_k] = So
@@ -208,7 +230,7 @@ def kda_state(
         S = bt.load_tile(start_ref, (first, v_tile, None), (0, sizes.bk, None))
     else:
         S = load_state(start_ref, k_rows, vc, (v_tile, sizes.bk))
-    S = lax.fori_loop(*segment_chunks(sizes.nt, segment, segments), step, S)
+    S = lax.fori_loop(begin, end, step, S)
 
     if with_output:
 
@@ -224,12 +246,20 @@ def load_state(ref, k_rows: tuple, v_cols: tuple, shape: tuple[int, int]) -> jax
     return bt.load_tile(ref, k_rows, v_cols).astype(jnp.float32).T
 
 
-def segment_chunks(nt: int, segment, segments: int):
-    """First and last + 1 chunk of a segment."""
+def chunk_rows(sizes: Sizes, packing: Packing | None, n) -> tuple:
+    """A chunk's first token, and the one after the last that it may have; None where no chunk sticks out."""
+    if packing is None:
+        return n * sizes.C, sizes.row_limit
+    return packing.rows[n, 0], packing.rows[n, 1]
+
+
+def segment_chunks(sizes: Sizes, packing: Packing | None, segment, segments: int) -> tuple:
+    """First and last + 1 chunk of a segment of the program's sequence, and a function from a chunk to its rows."""
+    begin, end, rows = sizes.sequence_chunks(packing, pl.program_id(2))
     if segments == 1:
-        return 0, nt
-    length = -(-nt // segments)
-    return segment * length, jnp.minimum((segment + 1) * length, nt)
+        return begin, end, rows
+    length = -(-sizes.nt // segments)
+    return segment * length, jnp.minimum((segment + 1) * length, sizes.nt), rows
 
 
 def kda_segment(
@@ -255,7 +285,7 @@ def kda_segment(
 
     row = first + jnp.arange(tile)[:, None]
     S = (row - sizes.bv == jnp.arange(sizes.bk)[None, :]).astype(jnp.float32)
-    S = lax.fori_loop(*segment_chunks(sizes.nt, segment, segments), step, S)
+    S = lax.fori_loop(*segment_chunks(sizes, None, segment, segments)[:2], step, S)
     bt.store_tile(map_ref, (first, tile, None), (0, sizes.bk, None), S)
 
 
@@ -275,18 +305,24 @@ def kda_combine(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_in
             S = added + dot32(S, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k))
 
 
+def launched(packing: Packing | None) -> tuple:
+    """What a launch takes in its list of inputs, packed or not."""
+    return (None, None) if packing is None else packing.launched()
+
+
 def prepare(
-    q, k, v, g, erase, write, A_log=None, dt_bias=None,
-    *, scale, precision, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW, matrices=None, debug=False,
+    q, k, v, g, erase, write, A_log=None, dt_bias=None, starts=None,
+    *, scale, precision, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW, packing: Packing | None = None,
+    matrices=None, debug=False,
 ):  # fmt: skip
     """Runs `kda_prepare`; returns Prepared, and with debug=True also (G [.., C, bk], A [.., C, C]) in float32.
 
     matrices: P, M and norms (None unless q and k come raw), where an earlier run has left them.
     """
-    sizes = Sizes.of(q, v, erase, config)
+    sizes = Sizes.of(q, v, erase, config, packing)
     op = operand_dtype(q.dtype, precision)
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
-    inputs = [Inputs(q, k, v, g, erase, write, A_log, dt_bias).launched(sizes)]
+    inputs: list = [Inputs(q, k, v, g, erase, write, A_log, dt_bias, starts).launched(sizes), launched(packing)]
     results: list[tuple[tuple[int, ...], Any]] = [((C, bk), op)] * 3 + [((bv, C), op), ((1, bk), jnp.float32)]
     if matrices is None:
         norms = [((C, 2), jnp.float32)] if raw.l2norm else []
@@ -392,19 +428,21 @@ def run_states(
     interpret,
     save,
     with_output=True,
+    packing: Packing | None = None,
 ):
     """Runs `kda_state`, after `kda_combine` when `maps` says that the sequence is split.
 
     Returns o and final_state (None without `with_output`), and States (None without `save`).
     """
-    sizes = Sizes.of(q, v, erase, config)
+    sizes = Sizes.of(q, v, erase, config, packing)
     op = operand_dtype(q.dtype, precision)
     v_tile = min(config.v_tile, sizes.bv)
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
-    inputs = [
+    inputs: list = [
         (x, sizes.chunks(*x.shape[2:])[1])
         for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.Y, prepared.P, prepared.decay)
     ]
+    inputs.append(launched(packing))
     segments = 1 if maps is None else maps.shape[1]
     if maps is not None:
         starts = segment_starts(maps, initial_state, q, v, erase, config=config, interpret=interpret)
@@ -412,7 +450,7 @@ def run_states(
     elif initial_state is not None:
         inputs.append((initial_state, sizes.state()))
     o = jax.ShapeDtypeStruct(v.shape, q.dtype)
-    final = jax.ShapeDtypeStruct((sizes.B, sizes.HV, sizes.K, sizes.V), jnp.float32)
+    final = jax.ShapeDtypeStruct((sizes.N, sizes.HV, sizes.K, sizes.V), jnp.float32)
     results = [(o, sizes.head(o)), (final, sizes.state())] if with_output else []
     if save:
         for tile in ((bv, bk), (C, bv)):
@@ -421,7 +459,7 @@ def run_states(
     found = bt.launch(
         kda_state,
         "kda_state",
-        (bv // v_tile, segments, sizes.B * sizes.HV),
+        (bv // v_tile, segments, sizes.N * sizes.HV),
         inputs,
         results,
         num_warps=config.state_warps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend_triton import ceil_pow2
 from pallas_kernels.kda.config import BLOCK, KdaConfig
+
+
+class Packing(NamedTuple):
+    """Where the chunks of packed sequences lie, B = 1: int32 arrays, or a program's refs.
+
+    Attributes:
+      rows: [slots, 2], the first token of a chunk and the one after its last; equal in a slot that is not used.
+      bounds: [N + 1, 2], the first chunk and the first token of every sequence; the last row says where all end.
+    """
+
+    rows: Any
+    bounds: Any
+
+    def launched(self) -> tuple[Packing, Packing]:
+        """The arrays and their block specifications: every program sees all of them."""
+        return self, Packing(*(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +37,8 @@ class Sizes:
       B, T, H, HV, K, V: batch, tokens, query/key heads, value heads, key dim, value dim.
       C: tokens a chunk.
       channelwise: erase and write gates a channel (the general rule) rather than one beta a token.
+      N: sequences, each with a state: B, unless they are packed.
+      slots: chunks of packed sequences, or None.
     """
 
     B: int
@@ -30,11 +49,20 @@ class Sizes:
     V: int
     C: int
     channelwise: bool
+    N: int
+    slots: int | None = None
 
     @classmethod
-    def of(cls, q: jax.Array, v: jax.Array, erase: jax.Array, config: KdaConfig) -> Sizes:
+    def of(
+        cls, q: jax.Array, v: jax.Array, erase: jax.Array, config: KdaConfig, packing: Packing | None = None
+    ) -> Sizes:
         B, T, H, K = q.shape
-        return cls(B, T, H, v.shape[2], K, v.shape[3], config.chunk_size, channelwise=erase.ndim == 4)
+        N, slots = (B, None) if packing is None else (packing.bounds.shape[0] - 1, packing.rows.shape[0])
+        return cls(B, T, H, v.shape[2], K, v.shape[3], config.chunk_size, erase.ndim == 4, N, slots)
+
+    @property
+    def packed(self) -> bool:
+        return self.slots is not None
 
     @property
     def bk(self) -> int:
@@ -47,7 +75,7 @@ class Sizes:
     @property
     def nt(self) -> int:
         """Number of chunks."""
-        return -(-self.T // self.C)
+        return -(-self.T // self.C) if self.slots is None else self.slots
 
     @property
     def blocks(self) -> int:
@@ -70,22 +98,38 @@ class Sizes:
     def rows(self, start, size: int = BLOCK) -> tuple:
         return (start, size, self.row_limit)
 
+    def sequence_chunks(self, packing: Packing | None, head) -> tuple[Any, Any, Any]:
+        """First and last + 1 chunk of the sequence of a state, counted over sequences and value heads, and a function
+        from a chunk to its rows."""
+        if packing is None:
+            return 0, self.nt, lambda n: self.rows(n * self.C, self.C)
+        sequence = head // self.HV
+        begin, token = packing.bounds[sequence, 0], packing.bounds[sequence, 1]
+        end, limit = packing.bounds[sequence + 1, 0], packing.bounds[sequence + 1, 1]
+        return begin, end, lambda n: (token + (n - begin) * self.C, self.C, limit)
+
     def k_cols(self) -> tuple:
         return (0, self.bk, self.k_limit)
 
     def v_cols(self, start: int | jax.Array = 0, size: int | None = None) -> tuple:
         return (start, self.bv if size is None else size, self.v_limit)
 
-    # Block specifications. A grid ends in (.., chunk or value tile, B * HV), and its first axis varies fastest.
+    # Block specifications. A grid ends in (.., chunk or value tile, sequences * HV), and its first axis varies fastest.
+    # Sequences are the batch, but that all packed ones together are one row of tokens.
+    def _row(self, i):
+        return 0 if self.packed else i // self.HV
+
     def head(self, array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         """[B, T, heads, dim] or [B, T, HV], seen as [T, dim] or [T, 1] by the program of one value head."""
         HV, group = self.HV, self.HV // array.shape[2]
         if len(array.shape) == 3:
-            return pl.BlockSpec((None, self.T, 1), lambda *i: (i[-1] // HV, 0, i[-1] % HV))
-        return pl.BlockSpec((None, self.T, None, array.shape[3]), lambda *i: (i[-1] // HV, 0, i[-1] % HV // group, 0))
+            return pl.BlockSpec((None, self.T, 1), lambda *i: (self._row(i[-1]), 0, i[-1] % HV))
+        return pl.BlockSpec(
+            (None, self.T, None, array.shape[3]), lambda *i: (self._row(i[-1]), 0, i[-1] % HV // group, 0)
+        )
 
     def state(self) -> pl.BlockSpec:
-        """[B, HV, K, V], seen as [K, V]."""
+        """[N, HV, K, V], seen as [K, V]."""
         HV = self.HV
         return pl.BlockSpec((None, None, self.K, self.V), lambda *i: (i[-1] // HV, i[-1] % HV, 0, 0))
 
@@ -96,8 +140,9 @@ class Sizes:
 
     def chunks(self, *tile: int) -> tuple[tuple[int, ...], pl.BlockSpec]:
         """The same array, seen as [NT, *tile] by the program that walks over a head's chunks."""
-        zeros = (0,) * len(tile)
-        return (self.B * self.HV, self.nt, *tile), pl.BlockSpec((None, self.nt, *tile), lambda *i: (i[-1], 0, *zeros))
+        zeros, packed, HV = (0,) * len(tile), self.packed, self.HV
+        spec = pl.BlockSpec((None, self.nt, *tile), lambda *i: (i[-1] % HV if packed else i[-1], 0, *zeros))
+        return (self.B * self.HV, self.nt, *tile), spec
 
 
 def operand_dtype(dtype, precision: str):

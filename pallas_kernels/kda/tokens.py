@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
-from pallas_kernels.kda.blocks import clamp
+from pallas_kernels.kda.blocks import MIN_LOG_DECAY, clamp
 from pallas_kernels.kda.config import BLOCK
 from pallas_kernels.kda.raw import Gate, Raw, sigmoid
 from pallas_kernels.kda.sizes import Sizes
@@ -19,7 +19,7 @@ from pallas_kernels.kda.sizes import Sizes
 class Inputs(NamedTuple):
     """The inputs that belong to tokens and heads: arrays, their block specifications, or a program's refs.
 
-    A_log [HV] and dt_bias [HV * K] belong to raw gates.
+    A_log [HV] and dt_bias [HV * K] belong to raw gates. starts [B, T] marks tokens that forget everything before them.
     """
 
     q: Any
@@ -30,6 +30,7 @@ class Inputs(NamedTuple):
     write: Any  # None for KDA: `erase` is beta
     A_log: Any = None
     dt_bias: Any = None
+    starts: Any = None
 
     def launched(self, sizes: Sizes) -> tuple[Inputs, Inputs]:
         """Arrays as programs see them, and their block specifications."""
@@ -42,6 +43,9 @@ class Inputs(NamedTuple):
         if self.dt_bias is not None:
             arrays = arrays._replace(dt_bias=self.dt_bias.reshape(HV, 1, K))
             specs = specs._replace(dt_bias=pl.BlockSpec((None, 1, K), lambda *i: (i[-1] % HV, 0, 0)))
+        if self.starts is not None:
+            arrays = arrays._replace(starts=self.starts.astype(jnp.float32)[..., None])
+            specs = specs._replace(starts=pl.BlockSpec((None, sizes.T, 1), lambda *i: (i[-1] // HV, 0, 0)))
         return arrays, specs
 
 
@@ -51,7 +55,7 @@ class Tokens:
 
     Attributes:
       x: the program's refs.
-      start: the chunk's first token.
+      start, limit: the chunk's first token, and the one after its last; None where no chunk sticks out.
       norms: 1 / norm of queries, and of keys, [C, 2], where they come raw.
     """
 
@@ -60,6 +64,7 @@ class Tokens:
     sizes: Sizes
     raw: Raw
     start: Any
+    limit: Any
     cols: tuple
     precision: str
     interpret: bool
@@ -69,7 +74,7 @@ class Tokens:
         self.gate = Gate.load(x.A_log, x.dt_bias, self.cols, raw, self.precision, self.interpret) if raw.gate else None
 
     def rows(self, r: int | jax.Array = 0, size: int = BLOCK) -> tuple:
-        return self.sizes.rows(self.start + r * BLOCK, size)
+        return (self.start + r * BLOCK, size, self.limit)
 
     def k(self, r) -> jax.Array:
         return self._normalised(bt.load_tile(self.x.k, self.rows(r), self.cols), r, 1)
@@ -87,18 +92,25 @@ class Tokens:
     def raw_g(self, r) -> jax.Array:
         return bt.load_tile(self.x.g, self.rows(r), self.cols)
 
+    def _starts(self, r) -> jax.Array:
+        return bt.load_tile(self.x.starts, self.rows(r), (0, 1, None)) > 0.0
+
     def g(self, r) -> jax.Array:
         """Log decays, clamped; 0 outside of the arrays."""
         g = self.raw_g(r)
         if self.gate is None:
-            return clamp(g)
-        g = clamp(self.gate.log_decay(g))
-        inside = bt.inside(self.rows(r), self.cols)
-        return g if inside is None else jnp.where(inside, g, 0.0)
+            g = clamp(g)
+        else:
+            g = clamp(self.gate.log_decay(g))
+            inside = bt.inside(self.rows(r), self.cols)
+            g = g if inside is None else jnp.where(inside, g, 0.0)
+        return g if self.x.starts is None else jnp.where(self._starts(r), MIN_LOG_DECAY, g)
 
-    def gate_gradients(self, r, g: jax.Array, dg: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The gradient of a block's raw gates and, element by element, of A_log; 0 outside of the arrays."""
-        assert self.gate is not None
+    def g_gradients(self, r, g: jax.Array, dg: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The gradient of a block's g as given, from that of its log decays g, and for raw gates that of A_log, element
+        by element; both 0 outside of the arrays."""
+        if self.gate is None:
+            return dg if self.x.starts is None else jnp.where(self._starts(r), 0.0, dg), None
         inside = bt.inside(self.rows(r), self.cols)
         dg = dg if inside is None else jnp.where(inside, dg, 0.0)
         return self.gate.gradients(self.raw_g(r), g, dg)
