@@ -131,7 +131,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+" when files differ from it; BENCH_COMMIT, else "", outside a checkout."""
+    """BENCH_COMMIT where it is set, for copies that are no checkout of their own; else the checkout's commit, with "+"
+    when files differ from it, or "" outside of one."""
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
     root = pathlib.Path(__file__).resolve().parent.parent
     try:
         head = subprocess.run(
@@ -142,8 +145,8 @@ def commit() -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return os.environ.get("BENCH_COMMIT", "")
-    return head.stdout.strip() if head.returncode == 0 else os.environ.get("BENCH_COMMIT", "")
+        return ""
+    return head.stdout.strip() if head.returncode == 0 else ""
 
 
 def describe() -> dict[str, Any]:

@@ -164,7 +164,9 @@ def _panels(
         axis.set_xlabel(xlabel)
         axis.set_ylim(-0.9, y - 0.6)
         low, high = axis.get_xlim()
-        axis.set_xlim(low, high * (high / low) ** 0.48)  # room for the names right of the dots
+        axis.set_xlim(
+            low, high * (high / low) ** (0.9 if high / low < 60 else 0.48)
+        )  # room for the names right of the dots
     labels = {case: _case_label(members[0]) for cases in modes.values() for case, members in cases.items()}
     axes[0][0].set_yticks(
         [bottoms[c] + (heights[c] - 1) / 2 for c in bottoms], [labels[c] for c in bottoms], fontsize=7.5
@@ -234,6 +236,7 @@ def _worst(row: Row, what: str) -> float | None:
 
 def figures(rows: Sequence[Row], device: Mapping[str, Any]) -> dict[str, Any]:
     """name -> matplotlib figure, for the rows of one operator and device."""
+    rows = [row for row in rows if "#" not in row["arm"]]  # An arm's second turn is the verdict's business.
     plt = _setup()
     style = Style(sorted({row["arm"] for row in rows}))
     op = rows[0]["op"]
@@ -268,7 +271,7 @@ def figures(rows: Sequence[Row], device: Mapping[str, Any]) -> dict[str, Any]:
             lambda row: 100 * row["floor_share"] if row.get("floor_share") and row["status"] == "OK" else None,
             "% of the roofline (100: no call can be faster)",
             f"{op}: share of the roofline, {where}",
-            text=lambda x: f"{x:.0f} %",
+            text=lambda x: f"{report.number(x, 2)} %",
             ascending=False,
         ),
         "memory": _panels(

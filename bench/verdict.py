@@ -32,10 +32,26 @@ def verdicts(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], ours: 
     out = []
     for path, document in documents:
         for members in results.group(document["rows"]).values():
-            mine = [row for row in members if base(row["arm"]) == ours]
+            mine = [row for row in members if base(row["arm"]) == ours and "#" not in row["arm"]]
             others = [row for row in members if not row.get("ours")]
             out += [_entry(row, others, document, path) for row in mine]
     return sorted(out, key=_rank)
+
+
+def repeats(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> list[tuple[Mapping[str, Any], dict, str]]:
+    """Arms that were measured twice in one run (`pallas`, `pallas#2`): the second row, its ratio to the first, and the
+    verdict, which says what the method makes of no difference at all."""
+    out = []
+    for _, document in documents:
+        for members in results.group(document["rows"]).values():
+            first = {row["arm"]: row for row in members if row["status"] == "OK"}
+            for row in first.values():
+                name, again, _ = row["arm"].partition("#")
+                clock = stats.primary(row)
+                if again and name in first and clock and first[name]["times"].get(clock):
+                    ratio = stats.against(row, first[name], clock)
+                    out.append((row, ratio, stats.compare(ratio)))
+    return out
 
 
 def _entry(row: dict[str, Any], others: list[dict[str, Any]], document: Mapping[str, Any], path: pathlib.Path):
@@ -137,6 +153,9 @@ def main(argv: Sequence[str]) -> int:
             f"wins {family['wins']} / {family['n']}, ties {family['ties']}, losses {family['losses']}",
             markup=False,
         )
+    for row, ratio, verdict in repeats(documents):
+        name = f"{row['op']} {row['case']} {row['mode']}: {row['arm']} against itself"
+        console.print(f"{name} {report.with_interval(ratio)} {verdict}", markup=False)
     return 0
 
 

@@ -246,6 +246,18 @@ class FilesTest(parameterized.TestCase):
         with self.assertRaisesRegex(UsageError, "cannot be held against"):
             self.gate(old, old, kind="NVIDIA Other")
 
+    def test_an_arm_that_ran_twice_is_held_against_itself_and_counts_once(self):
+        rows = [
+            row("pallas", noisy(1.0)),
+            row("pallas#2", noisy(1.0)),
+            row("fla", noisy(2.0)),
+            row("fla#2", noisy(2.2)),
+        ]
+        documents = [(self.save("a.json", rows), document(rows))]
+        self.assertLen(verdict.verdicts(documents, "pallas"), 1)
+        found = {again["arm"]: (round(ratio["median"], 2), text) for again, ratio, text in verdict.repeats(documents)}
+        self.assertEqual(found, {"pallas#2": (1.0, "TIE"), "fla#2": (1.1, "SLOWER")})
+
     def test_the_verdict_lists_losses_first(self):
         times = {
             "won": {"pallas": 1.0, "fla": 2.0},
