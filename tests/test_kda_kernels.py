@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from absl.testing import absltest, parameterized
 
+from dormouse_jax import packing
 from pallas_kernels import kda as kernels
 from tests import helpers
 from tests.helpers import OPERATORS, Shape
@@ -22,10 +23,20 @@ INTERMEDIATES = ("G", "A", "P", "M", "W", "U", "states")
 
 def arguments(p):
     """The problem's inputs as the kernels take them: q, k, v, g, erase, write, initial_state."""
-    gates = tuple(p.inputs.values())[4:]
-    gates = (gates[0], None) if p.operator == "kda" else gates
-    arrays = (*tuple(p.inputs.values())[:4], *gates, p.initial_state)
+    x = {"write": None, "initial_state": p.initial_state} | {n.replace("beta", "erase"): x for n, x in p.inputs.items()}
+    arrays = (x[name] for name in ("q", "k", "v", "g", "erase", "write", "initial_state"))
     return tuple(None if x is None else jnp.asarray(x) for x in arrays)
+
+
+def given(p, config):
+    """The arrays and the options of the problem that the kernels take by name."""
+    cu_seqlens, found = p.options.get("cu_seqlens"), {}
+    if cu_seqlens is not None:
+        chunks = packing.chunks(jnp.asarray(cu_seqlens), p.do.shape[1], config.chunk_size)
+        found["packing"] = kernels.Packing(chunks.rows, jnp.stack([chunks.first, jnp.asarray(cu_seqlens)], axis=1))
+    found |= {name: jnp.asarray(p.inputs[name]) for name in ("A_log", "dt_bias") if name in p.inputs}
+    names = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "lower_bound", "use_beta_sigmoid_in_kernel")
+    return found, kernels.Raw(*(p.options.get(name) for name in names), p.options.get("allow_neg_eigval", False))
 
 
 def config_for(precision, shape=SHAPE, chunk_size=None):
@@ -42,19 +53,22 @@ def config_for(precision, shape=SHAPE, chunk_size=None):
 
 def value_and_grads(p, precision, config, *, save):
     """As `helpers.value_and_grads`, straight from the kernels."""
-    inputs = arguments(p)
+    inputs, (named, raw) = arguments(p), given(p, config)
     scale, interpret = p.inputs["q"].shape[-1] ** -0.5, not helpers.on_gpu()
-    options = {"scale": scale, "precision": precision, "config": config, "interpret": interpret}
+    options = {"scale": scale, "precision": precision, "config": config, "interpret": interpret, "raw": raw}
 
     @jax.jit
-    def run(inputs, do, dfinal_state):
-        o, final_state, residuals = kernels.forward(*inputs, save=save, **options)
-        return o, final_state, kernels.backward(*inputs, residuals, do, dfinal_state, **options)
+    def run(inputs, named, do, dfinal_state):
+        o, final_state, residuals = kernels.forward(*inputs, save=save, **named, **options)
+        grads = kernels.backward(*inputs, residuals, do, dfinal_state, o=o, **named, **options)
+        return o, final_state, grads
 
-    o, final_state, grads = run(inputs, jnp.asarray(p.do), jnp.asarray(p.dfinal_state))
-    names = [f"d{name}" for name in p.inputs] + ["dinitial_state"]
+    o, final_state, grads = run(inputs, named, jnp.asarray(p.do), jnp.asarray(p.dfinal_state))
+    names = [name for name in p.inputs if name not in named] + [name for name in ("A_log", "dt_bias") if name in named]
     found = [d for d in grads if d is not None]
-    return {"o": o, "final_state": final_state} | dict(zip(names, found, strict=True))
+    return {"o": o, "final_state": final_state} | dict(
+        zip([f"d{name}" for name in [*names, "initial_state"]], found, strict=True)
+    )
 
 
 def port_intermediates(p, chunk_size, dtype, matmul_dtype=None):
@@ -151,6 +165,33 @@ class ConfigurationTest(parameterized.TestCase):
                 with self.subTest(dtype=dtype, config=str(config)):
                     p = helpers.problem(operator, Shape(T=T, K=dim, V=dim, H=1, HV=2), dtype=jnp.dtype(dtype))
                     got = value_and_grads(p, precision, config, save=True)
+                    helpers.assert_all_close(got, helpers.oracle(p), precision=precision)
+
+    @parameterized.parameters(
+        *itertools.product(("raw", "raw_and_full", "packed", "packed_and_raw"), PRECISIONS, (64, 100, 128, 256))
+    )
+    def test_every_default_configuration_with_raw_and_packed_inputs(self, kind, precision, dim):
+        if not helpers.on_gpu():
+            self.skipTest("it is about compiled kernels; interpreted ones ignore most of a configuration")
+        # Raw inputs change the parallel kernels alone, whose part of a configuration hardly varies.
+        parts = ("chunk_size", "k_tile", "prepare_warps", "grads_warps")
+        parts += ("v_tile", "state_warps", "state_bwd_warps") if kind == "packed" else ()
+        configs = {}
+        for many in (1, 32, 64):
+            config = config_for(precision, Shape(T=8192, K=dim, V=dim, HV=many))
+            configs[tuple(getattr(config, part) for part in parts)] = config
+        dtypes = ("bfloat16", "float16") if precision == "16bit" and dim == 128 else ("bfloat16",)
+        for config in configs.values():
+            config = dataclasses.replace(config, serial="triton", segments=1)
+            for dtype in dtypes if precision == "16bit" else ("float32",):
+                with self.subTest(dtype=dtype, config=str(config)):
+                    shape = Shape(T=160 if kind == "raw_and_full" else 150, K=dim, V=dim, H=1, HV=2)
+                    if kind.startswith("packed"):
+                        p = helpers.packed("kda", (0, 1, 16, 63, 0, 64, 17), shape, dtype=jnp.dtype(dtype))
+                    else:
+                        p = helpers.problem("kda", shape, dtype=jnp.dtype(dtype))
+                    p = helpers.raw(p, "l2norm", "gate", "beta", decay=0.1) if "raw" in kind else p
+                    got = value_and_grads(p, precision, config, save=False)
                     helpers.assert_all_close(got, helpers.oracle(p), precision=precision)
 
     @parameterized.named_parameters(
