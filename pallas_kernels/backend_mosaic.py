@@ -52,7 +52,7 @@ def launch(
         cluster_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name=name,
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )(*inputs)
@@ -95,8 +95,10 @@ def rows(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype)
 
 
-def barriers(number: int, arrivals: int) -> Any:
-    """Barriers of this block's warpgroups and copies, each complete after so many arrivals."""
+def barriers(number: int | None, arrivals: int) -> Any:
+    """Barriers of this block's warpgroups and copies, each complete after so many arrivals; None: one, not an array."""
+    if number is None:
+        return plgpu.Barrier(num_arrivals=arrivals)
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
 
 
@@ -132,6 +134,11 @@ def copy_out(value: jax.Array, buffer: Any, target: Any, *, unread: int) -> None
 def await_buffers(unread: int) -> None:
     """Waits until at most `unread` earlier copies of this warpgroup have yet to be read out of their buffers."""
     plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
+
+
+def commit() -> None:
+    """Shows this warpgroup's stores to shared memory to the tensor cores and copies that follow."""
+    plgpu.commit_smem()
 
 
 def copy_buffers_out(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -187,6 +194,12 @@ def read_from(total: Any, value: jax.Array, interpret: bool) -> jax.Array:
     return read(total) + value if interpret else read(total)
 
 
+def settled(value: jax.Array) -> jax.Array:
+    """An accumulator's value that the compiler may not use before the wait it came from: where it does, products run
+    one by one."""
+    return lax.optimization_barrier(value)
+
+
 def transpose(ref: Any) -> Any:
     """A tile in shared memory, seen with rows and columns exchanged."""
     return ref.transpose((1, 0))
@@ -197,8 +210,40 @@ def load(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
+def load_transposed(ref: Any) -> jax.Array:
+    """A tile [n, m] in shared memory as a value [m, n], spread over the registers as accumulators are."""
+    value = plgpu.load(transpose(ref), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return plgpu.layout_cast(value, plgpu.Layout.WGMMA)
+
+
+def indices(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Row and column numbers of a value that is spread over the registers as accumulators are."""
+    rows, columns = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+    return rows, columns
+
+
+def row_zeros(n: int) -> jax.Array:
+    """float32 zeros [n], laid out as a sum over rows is."""
+    return plgpu.layout_cast(jnp.zeros((n,), jnp.float32), plgpu.Layout.WGMMA.reduce(0))
+
+
+def load_column(ref: Any) -> jax.Array:
+    """A 1D ref, laid out as a sum over columns is."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+def spread_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """vector [m], such as a sum over columns, in every column of a value [m, n]."""
+    return lax.broadcast_in_dim(vector, shape, (0,))
+
+
+def spread_columns(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """vector [n], such as a sum over rows, in every row of a value [m, n]."""
+    return lax.broadcast_in_dim(vector, shape, (1,))
+
+
 def store_transposed(ref: Any, value: jax.Array) -> None:
-    """Stores a 16-bit value [m, n], spread as accumulators are, to a tile [n, m] in shared memory."""
+    """Stores a value [m, n], spread as accumulators are, to a tile [n, m] in shared memory."""
     transpose(ref)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 

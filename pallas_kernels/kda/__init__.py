@@ -8,6 +8,7 @@ states are [N, HV, K, V]; starts [B, T] marks tokens that forget everything befo
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -107,6 +108,15 @@ def backward(
         dS, dU, dinitial = _backward.run_states_bwd(
             prepared, maps, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
         )
+    if config.grads == "mosaic":
+        if write is not None or any(dataclasses.astuple(raw)) or starts is not None or packing is not None:
+            raise ValueError("the gradients' Hopper kernel is for KDA, with no raw inputs and no packed sequences")
+        from pallas_kernels.kda import mosaic_grads
+
+        grads = mosaic_grads.gradients(
+            prepared, states, dS, dU, q, k, v, g, erase, do, scale=scale, config=config, interpret=interpret
+        )
+        return *grads, None, None, None, dinitial
     grads = _backward.gradients(
         prepared, states, dS, dU, q, k, v, g, erase, write, do, A_log, dt_bias, starts, o, **of_inputs
     )

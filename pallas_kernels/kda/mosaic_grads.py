@@ -1,0 +1,305 @@
+"""The gradients of a chunk for Hopper, on Pallas's Mosaic GPU backend: inputs and results of `kda_grads`, names as in
+`backward`, for KDA with 16-bit operands.
+
+Key channels give the rows of every product: a program holds 64 of them, as tiles [64, C] with the chunk's tokens along
+the columns, so that decayed keys and queries are left operands straight from registers. Sums over tokens are products
+with 0/1 matrices in shared memory, sums over key channels stay in float32. The value side, dR, dP and dA, is formed by
+every program of a chunk and written by the first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend_mosaic as bm
+from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
+from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.sizes import Sizes
+
+ROWS = 64  # Key channels, or value columns, in a tile: the rows of one product of the tensor cores.
+LOG2_E = 1.4426950408889634
+
+
+def _kda_grads(
+    q, k, v, g, do, beta, M, S, dS, U, dU, decay, dq, dk, dv, dg, dbeta, *,
+    sizes: Sizes, scale: float, limit: float, op, always_exact: bool, interpret: bool,
+    q_tile, k_tile, g_tile, v_tile, both, m_tile, s_tile, ds_tile, u_tile, du_tile, beta_row, decay_row,
+    masks, near, far, loaded, **left,
+):  # fmt: skip
+    C, tiles, nt, HV, bv = sizes.C, sizes.bk // ROWS, sizes.nt, sizes.HV, sizes.bv
+    tile = lax.rem(bm.program(), tiles)
+    n = lax.rem(lax.div(bm.program(), tiles), nt)
+    head = lax.div(bm.program(), tiles * nt)
+    b, h, tokens, channels = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * C, C), pl.ds(tile * ROWS, ROWS)
+    shape = (ROWS, C)
+    f32 = jnp.float32
+
+    copies = [
+        (q.at[b, tokens, h, channels], q_tile), (k.at[b, tokens, h, channels], k_tile),
+        (g.at[b, tokens, h, channels], g_tile), (v.at[b, tokens, h], v_tile),
+        (do.at[b, tokens, h], both.at[pl.ds(0, C)]),
+        (M.at[head, n], m_tile), (S.at[head, n, :, channels], s_tile), (dS.at[head, n, :, channels], ds_tile),
+        (U.at[head, n], u_tile), (dU.at[head, n], du_tile), (beta.at[head, n], beta_row),
+        (decay.at[head, n, 0, channels], decay_row),
+    ]  # fmt: skip
+    for source, target in copies:
+        bm.copy_in(source, target, loaded)
+
+    # 0/1 matrices: which tokens t (rows) a sum for token i (columns) takes. One of 64 rows holds 64 / C of them.
+    row, col = bm.indices(shape)
+    t, which = lax.rem(row, C), lax.div(row, C)
+    same = lax.div(t, BLOCK) == lax.div(col, BLOCK)
+    before, after = lax.div(t, BLOCK) < lax.div(col, BLOCK), lax.div(t, BLOCK) > lax.div(col, BLOCK)
+    chosen = {"prefix": same & (t <= col), "suffix": same & (t > col), "base": before, "rest": after}
+    slots = {name: divmod(i * C, ROWS) for i, name in enumerate(chosen)}
+    for part in range(-(-len(chosen) * C // ROWS)):
+        value = None
+        for name, (where, start) in slots.items():
+            if where == part:
+                here = chosen[name] & (which == start // C)
+                value = here if value is None else value | here
+        masks.at[part][...] = jnp.where(value, 1.0, 0.0).astype(op)
+
+    def mask(name):
+        part, start = slots[name]
+        return masks.at[part].at[pl.ds(start, C)]
+
+    def operand(name, value):
+        """A left operand: the registers themselves, which interpret mode takes from memory alone."""
+        value = value.astype(op)
+        if not interpret:
+            return value
+        left[f"left_{name}"][...] = value
+        return left[f"left_{name}"]
+
+    def product(*pairs, start=None, n=C):
+        """start + sum of a b, over pairs (a, b)."""
+
+        def body(total):
+            if start is not None:
+                bm.start_from(total, start, interpret)
+            for a, b in pairs:
+                bm.multiply(total, a, b)
+            return bm.settled(bm.read(total) if start is None else bm.read_from(total, start, interpret))
+
+        return bm.accumulators(body, (ROWS, n))
+
+    def sums(value, *names):
+        """Sums over tokens, from two bfloat16 pieces of the value: to 2^-17. A tuple of masks: of all of them."""
+        high = value.astype(op)
+        high, low = operand("a", value), operand("b", value - high.astype(f32))
+        groups = [name if isinstance(name, tuple) else (name,) for name in names]
+        return [product(*((x, mask(name)) for x in (low, high) for name in group)) for group in groups]
+
+    def exp(x):
+        return jnp.exp2(x * LOG2_E)
+
+    bm.commit()
+    bm.wait(loaded)
+
+    # The value side.
+    beta_of = bm.load_row(beta_row, shape)
+    value_share = bm.row_zeros(C)
+    for s in range(bv // ROWS):
+        rows = pl.ds(s * ROWS, ROWS)
+        dR = product((bm.transpose(du_tile.at[:, rows]), m_tile))
+        bm.store_transposed(both.at[pl.ds(C, C), rows], dR.astype(op))
+        value_share += jnp.sum(bm.load_transposed(v_tile.at[:, rows]).astype(f32) * dR, axis=0)
+        bm.store_transposed(v_tile.at[:, rows], (beta_of * dR).astype(op))
+    bm.commit()
+
+    # Rows i below C: dP_ij. Rows from C on: dR_i U_j = -dA_ij.
+    D = product((both, bm.transpose(u_tile)))
+    i = lax.rem(row, C)
+    in_block = lax.div(i, BLOCK) == lax.div(col, BLOCK)
+    D = jnp.where(row < C, D, -D)
+    D = jnp.where(row < 2 * C, D, 0.0)
+    near[...] = jnp.where(in_block & (i > col), D, 0.0).astype(op)
+    far[...] = jnp.where(lax.div(i, BLOCK) > lax.div(col, BLOCK), D, 0.0).astype(op)
+    on_diagonal = jnp.sum(jnp.where(row == col, D, 0.0), axis=0)
+    bm.commit()
+    P, A = pl.ds(0, C), pl.ds(C, C)
+
+    # The key side. Its order keeps few tiles alive at a time.
+    gT = jnp.maximum(bm.load_transposed(g_tile), MIN_LOG_DECAY)
+    bm.store_transposed(g_tile, D)  # For the exact path, which reads columns of dP and dA.
+    bm.commit()
+    S_T, do_T, dR_T = bm.transpose(s_tile), bm.transpose(both.at[P]), bm.transpose(both.at[A])
+    kT = bm.load_transposed(k_tile).astype(f32)
+    blocks = C > BLOCK
+
+    (suffix,) = sums(gT, "suffix")
+    down = exp(suffix)
+    end = (kT * down).astype(op)
+    acc_k = product((bm.transpose(ds_tile), bm.transpose(u_tile)))
+    if blocks:
+        acc_k *= exp(sums(gT, "rest")[0])
+    leaving = jnp.sum(end.astype(f32) * acc_k, axis=1)
+    squares = product((S_T, ds_tile), n=ROWS)
+    big_row, big_col = bm.indices((ROWS, ROWS))
+    leaving += jnp.sum(jnp.where(big_row == big_col, squares, 0.0), axis=1) * bm.load_column(decay_row)
+
+    (prefix,) = sums(gT, "prefix")
+    up, anchor = exp(prefix), exp(jnp.minimum(-prefix, limit))
+    slow = jnp.max(-prefix, axis=0) > limit
+    fast = bm.spread_columns(jnp.where(slow, 0.0, 1.0), shape)
+    E, far_key = (beta_of * kT * up).astype(op), (kT * anchor).astype(op)
+    Q = (bm.load_transposed(q_tile).astype(f32) * scale * up).astype(op)
+    base = exp(sums(gT, "base")[0]) if blocks else 1.0
+
+    def earlier(total, part):
+        """Sums over earlier keys, of S and then of every pair of the chunk."""
+        total *= base
+        if blocks:
+            total = product((operand("a", end), bm.transpose(far.at[part])), start=total)
+        return total + fast * product((operand("a", far_key), bm.transpose(near.at[part])))
+
+    acc = earlier(product((S_T, do_T)), P)
+    dG, dqT = Q.astype(f32) * acc, up * acc
+    acc = earlier(-product((S_T, dR_T)), A)
+    dG, deT = dG + E.astype(f32) * acc, up * acc
+    if blocks:
+        acc_k = product((operand("a", E), far.at[A]), (operand("b", Q), far.at[P]), start=acc_k)
+    acc = product((operand("a", fast * E), near.at[A]), (operand("b", fast * Q), near.at[P]))
+    dG -= end.astype(f32) * acc_k + far_key.astype(f32) * acc
+    dkT = down * acc_k + anchor * acc
+
+    within = lax.rem(col, BLOCK)
+
+    def exact(step, carry):
+        """Key j of every block against the rows of its block that need the exact path."""
+        span, dqT, deT, dkT, dG = carry
+        j = BLOCK - 1 - step
+        here = within == j
+
+        def of_block(x):
+            """The column j of every block of x, in all columns of its block."""
+            picked = jnp.where(here, x, 0.0)
+            found = bm.zeros(shape)
+            for r in range(C // BLOCK):
+                mine = lax.div(col, BLOCK) == r
+                total = bm.spread_rows(jnp.sum(jnp.where(mine, picked, 0.0), axis=1), shape)
+                found = jnp.where(mine, total, found)
+            return found
+
+        def against(first):
+            """dP or dA of every token against key j of its block, in all rows."""
+            found = bm.zeros(shape)
+            for r in range(C // BLOCK):
+                line = bm.load_row(g_tile.at[r * BLOCK + j, pl.ds(first, C)], shape)
+                found = jnp.where(lax.div(col, BLOCK) == r, line, found)
+            return found
+
+        weight = jnp.where(within > j, exp(span) * (1.0 - fast), 0.0)
+        p, a = against(0) * weight, against(C) * weight
+        k_j = of_block(kT)
+        term = a * beta_of * kT + p * qT
+
+        def block_sum(x):
+            found = bm.zeros(shape)
+            for r in range(C // BLOCK):
+                mine = lax.div(col, BLOCK) == r
+                found = jnp.where(mine, bm.spread_rows(jnp.sum(jnp.where(mine, x, 0.0), axis=1), shape), found)
+            return found
+
+        dk_j = block_sum(term)
+        dG = dG + term * k_j - jnp.where(here, k_j * dk_j, 0.0)
+        span = jnp.where(within >= j, span + of_block(gT), span)
+        return span, dqT + p * k_j, deT + a * k_j, dkT + jnp.where(here, dk_j, 0.0), dG
+
+    qT = bm.load_transposed(q_tile).astype(f32) * scale
+    any_slow = jnp.max(jnp.where(slow, 1.0, 0.0)) > 0.5
+    steps = BLOCK if always_exact else any_slow.astype(jnp.int32) * BLOCK
+    _, dqT, deT, dkT, dG = lax.fori_loop(0, steps, exact, (bm.zeros(shape), dqT, deT, dkT, dG))
+
+    diagonal = bm.spread_columns(on_diagonal, shape)
+    (later,) = sums(dG, ("suffix", "rest") if C > BLOCK else "suffix")
+    share = jnp.sum(kT * deT, axis=0)
+    # Results take the place of the inputs that they belong to, once every warp has read the last of those.
+    bm.commit()
+    bm.store_transposed(q_tile, (scale * (dqT + diagonal * kT)).astype(op))
+    bm.store_transposed(k_tile, (dkT + diagonal * qT + beta_of * deT).astype(op))
+    bm.store_transposed(g_tile, dG + later + bm.spread_rows(leaving, shape))
+    beta_row[...] = share + jnp.where(tile == 0, 1.0, 0.0) * value_share
+    outputs = [
+        (q_tile, dq.at[b, tokens, h, channels]), (k_tile, dk.at[b, tokens, h, channels]),
+        (g_tile, dg.at[b, tokens, h, channels]), (beta_row, dbeta.at[head, tile, n]),
+    ]  # fmt: skip
+    bm.copy_buffers_out(outputs)
+
+    @pl.when(tile == 0)
+    def _():
+        bm.copy_buffers_out([(v_tile, dv.at[b, tokens, h])])
+
+    bm.finish_copies_out()
+
+
+def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: KdaConfig, interpret):
+    """Runs the Hopper `kda_grads`; returns dq, dk, dv, dg and dbeta as `backward.gradients` does.
+
+    Raises:
+      ValueError: for other than bfloat16, K of 64 or 128, V of 64, 128 or 256, one value head a key head, and T a
+        multiple of 8.
+    """
+    sizes = Sizes.of(q, v, beta, config)
+    if sizes.K not in (64, 128) or sizes.V not in (64, 128, 256) or sizes.H != sizes.HV or sizes.T % 8:
+        raise ValueError(f"the gradients' Hopper kernel does not take {sizes}")
+    if not q.dtype == k.dtype == v.dtype == do.dtype == jnp.bfloat16:
+        raise ValueError(f"the gradients' Hopper kernel takes bfloat16, got {q.dtype}")
+    heads, C, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bv, sizes.nt
+    tiles, op, shape = sizes.bk // ROWS, prepared.W.dtype, jax.ShapeDtypeStruct
+    padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, nt * C - sizes.T), (0, 0)))
+    rows = padded.swapaxes(1, 2).reshape(heads, nt, C)
+    inputs = [
+        q,
+        k,
+        v,
+        g.astype(jnp.float32),
+        do,
+        rows,
+        prepared.M.astype(op),
+        states.S,
+        dS,
+        states.U,
+        dU,
+        prepared.decay,
+    ]
+    outputs = [shape(x.shape, x.dtype) for x in (q, k, v)]
+    outputs += [shape(g.shape, jnp.float32), shape((heads, tiles, nt, C), jnp.float32)]
+    within = 2 * C
+    scratch: dict[str, Any] = {
+        "q_tile": bm.tiles((C, ROWS), op),
+        "k_tile": bm.tiles((C, ROWS), op),
+        "g_tile": bm.rows((C, ROWS), jnp.float32),
+        "v_tile": bm.tiles((C, bv), op),
+        "both": bm.tiles((ROWS, bv), op),
+        "m_tile": bm.tiles((C, C), op, within),
+        "s_tile": bm.tiles((bv, ROWS), op),
+        "ds_tile": bm.tiles((bv, ROWS), op),
+        "u_tile": bm.tiles((C, bv), op),
+        "du_tile": bm.tiles((C, bv), op, within),
+        "beta_row": bm.rows((C,), jnp.float32),
+        "decay_row": bm.rows((ROWS,), jnp.float32),
+        "masks": bm.tiles((-(-4 * C // ROWS), ROWS, C), op, within),
+        "near": bm.tiles((ROWS, C), op, within),
+        "far": bm.tiles((ROWS, C), op, within),
+        "loaded": bm.barriers(None, 12),
+    }
+    if interpret:
+        scratch |= {f"left_{name}": bm.rows((ROWS, C), op) for name in "abc"}
+    body = functools.partial(
+        _kda_grads, sizes=sizes, scale=scale, limit=FAST_LIMIT["16bit"], op=op, always_exact=config.always_exact,
+        interpret=interpret,
+    )  # fmt: skip
+    dq, dk, dv, dg, shares = bm.launch(
+        body, "kda_grads", inputs, outputs, scratch, programs=heads * nt * tiles, cluster=1, warpgroups=1,
+        interpret=interpret,
+    )  # fmt: skip
+    dbeta = shares.sum(axis=1).reshape(sizes.B, sizes.HV, nt * C)[..., : sizes.T].swapaxes(1, 2)
+    return dq, dk, dv, dg.astype(g.dtype), dbeta.astype(beta.dtype)
