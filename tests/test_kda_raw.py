@@ -1,12 +1,14 @@
 """Raw gates, beta, queries and keys: the options `use_..._in_kernel`, for every implementation."""
 
 import argparse
+import dataclasses
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from jax.sharding import PartitionSpec as P
 
 import dormouse_jax
 from dormouse_jax import gates
@@ -182,6 +184,59 @@ class RawTest(parameterized.TestCase):
                 grads.append(jax.grad(loss, argnums=(0, 1))(p.inputs["A_log"], p.inputs["dt_bias"]))
         for got, want in zip(*grads, strict=True):
             helpers.assert_close(got, want, rms=1e-5)
+
+    @each()
+    def test_one_key_with_a_raw_beta_that_makes_2_of_it(self, implementation):
+        # Every step reflects the state along the one key: the stress of the inverse.
+        p = helpers.raw(helpers.problem("kda", SMALL), "l2norm", "gate", "beta_to_2")
+        k = np.repeat(p.inputs["k"][:, :1], SMALL.T, axis=1)
+        p = p.replace(k=k, beta=np.full_like(p.inputs["beta"], 4.0))
+        got, want = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS), helpers.oracle(p)
+        helpers.assert_all_close(got, want, floor=1e-3 * float(np.sqrt(np.mean(want["dv"] ** 2))))
+
+    @each(axis=("batch", "heads"), few=lambda c: c.axis == ("heads" if c.implementation == "xla" else "batch"))
+    def test_shard_map_with_the_gates_parameters_replicated_or_split(self, axis, implementation):
+        p = helpers.problem("kda", dataclasses.replace(SMALL, B=2, H=2, HV=2), state=False)
+        p = helpers.raw(p, "l2norm", "gate", "beta")
+        mesh = jax.make_mesh((min(2, len(jax.devices())),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        of_tokens, of_gate = (P("x"), P()) if axis == "batch" else (P(None, None, "x"), P("x"))
+        specs = {name: of_gate if name in ("A_log", "dt_bias") else of_tokens for name in p.inputs}
+
+        def fn(inputs):
+            return dormouse_jax.kda(**inputs, implementation=implementation, **p.options, **SMALL_CHUNKS)[0]
+
+        sharded = jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=of_tokens, check_vma=False)
+        with helpers.kernels_run(implementation):
+            o, vjp = jax.vjp(jax.jit(sharded), jax.tree.map(jnp.asarray, p.inputs))
+            (grads,) = vjp(jnp.asarray(p.do))
+        want = helpers.oracle(p, final_state=False)
+        helpers.assert_all_close({"o": o} | {f"d{name}": grad for name, grad in grads.items()}, want)
+
+    @each()
+    def test_vmap_over_the_gates_parameters(self, implementation):
+        problems = [helpers.raw(helpers.problem("kda", SMALL, state=False), "gate", seed=seed) for seed in (1, 2)]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(p.inputs for p in problems))
+
+        def fn(inputs):
+            options = problems[0].options | SMALL_CHUNKS
+            return dormouse_jax.kda(**inputs, implementation=implementation, **options)[0]
+
+        with helpers.kernels_run(implementation):
+            _, vjp = jax.vjp(jax.vmap(fn), stacked)
+            (grads,) = vjp(jnp.stack([p.do for p in problems]))
+        for i, p in enumerate(problems):
+            want = helpers.oracle(p, final_state=False)
+            for name in ("g", "A_log", "dt_bias"):
+                bars = helpers.bars("fp32")
+                helpers.assert_close(grads[name][i], want[f"d{name}"], rms=bars.get(f"d{name}", bars[""]), name=name)
+
+    @each()
+    def test_the_same_bits_every_time(self, implementation):
+        shape = Shape(T=300, K=64, V=64, B=2, H=2, HV=4) if helpers.on_gpu() else SMALL
+        p = helpers.raw(helpers.problem("kda", shape), "l2norm", "gate", "beta")
+        first = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
+        for _ in range(100 if helpers.on_gpu() and implementation == "pallas_triton" else 2):
+            helpers.assert_same_bits(helpers.value_and_grads(p, implementation, **SMALL_CHUNKS), first)
 
     def test_recurrent_in_float64(self):
         with jax.enable_x64(True):
