@@ -50,8 +50,9 @@ def gemm(
         float32 inputs) or "16bit" (16-bit operands; the default for bfloat16 and float16). Sums are float32 always.
       out_dtype: of the output, float32, bfloat16 or float16; a's dtype by default.
       implementation: "pallas" (the best Pallas kernel for the device), "pallas_triton", "pallas_mosaic" (Hopper) or
-        "xla". None takes "pallas" on an NVIDIA GPU and under `interpret_kernels()`, where it can serve the call, and
-        "xla" elsewhere.
+        "xla". None takes the fastest by measurements on an H200: on an NVIDIA GPU "pallas" or "xla", product by
+        product, and "xla" elsewhere; "pallas" under `interpret_kernels()`. On a GPU a kernel serves products for which
+        its configuration was held to float64 there.
 
     Returns:
       `[M, N]` in out_dtype, differentiable in a, b and bias. In the backward the cotangent of the output is rounded to
@@ -60,7 +61,7 @@ def gemm(
     Raises:
       ValueError: a shape, or the value of an option, is not one of the above.
       TypeError: a dtype, or the type of an argument, is not one of the above.
-      NotImplementedError: the named implementation cannot serve the call.
+      NotImplementedError: the named implementation cannot serve the call, or where it is differentiated a gradient.
 
     "fp32" is computed on tensor cores: each operand is the sum of three bfloat16 numbers, exactly, and the six products
     that count are added up in float32. inf and NaN come out as they do from float32 arithmetic, and the largest floats
@@ -147,43 +148,57 @@ class _Product:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The products of a call: its output, and the gradients of a and b."""
+    """A call: everything about it that is not an array. The products that it runs are chosen when they are needed."""
 
-    precision: str
-    platform: str
+    options: _Options
+    device: Device
     interpret: bool
-    out: _Product
-    da: _Product
-    db: _Product
+    M: int
+    N: int
+    K: int
+    dtype: str
+    has_bias: bool
+
+    # Below: (M, N, K), and whether the first and second operands are transposed. With dC [M, N] the cotangent of the
+    # output, dA = dC op(b)^T and dB = op(a)^T dC, each stored as a and b are.
+
+    @functools.cached_property
+    def out(self) -> _Product:
+        flip_a, flip_b = self.options.transpose_a, self.options.transpose_b
+        return _product(self, (self.M, self.N, self.K), flip_a, flip_b, self.options.out_dtype, self.has_bias)
+
+    @functools.cached_property
+    def da(self) -> _Product:
+        M, N, K, flip_b = self.M, self.N, self.K, self.options.transpose_b
+        if self.options.transpose_a:
+            return _product(self, (K, M, N), flip_b, True, self.dtype)
+        return _product(self, (M, K, N), False, not flip_b, self.dtype)
+
+    @functools.cached_property
+    def db(self) -> _Product:
+        M, N, K, flip_a = self.M, self.N, self.K, self.options.transpose_a
+        if self.options.transpose_b:
+            return _product(self, (N, K, M), True, flip_a, self.dtype)
+        return _product(self, (K, N, M), not flip_a, False, self.dtype)
 
 
 def _plan(options: _Options, a: jax.Array, b: jax.Array, bias: jax.Array | None) -> _Plan:
-    device, interpret = device_of(a, b, *(() if bias is None else (bias,))), interpreting()
+    device = device_of(a, b, *(() if bias is None else (bias,)))
     K, M = a.shape if options.transpose_a else a.shape[::-1]
     N = b.shape[0] if options.transpose_b else b.shape[1]
-    flip_a, flip_b, dtype = options.transpose_a, options.transpose_b, a.dtype.name
-    # (M, N, K), and whether the first and second operands are transposed. With dC [M, N] the cotangent of the output,
-    # dA = dC op(b)^T and dB = op(a)^T dC, each stored as a and b are.
-    out = (M, N, K), flip_a, flip_b, options.out_dtype
-    da = ((K, M, N), flip_b, True, dtype) if flip_a else ((M, K, N), False, not flip_b, dtype)
-    db = ((N, K, M), True, flip_a, dtype) if flip_b else ((K, N, M), not flip_a, False, dtype)
-    products = [_product(device, interpret, options, dtype, *each) for each in (out, da, db)]
-    pallas = any(product.implementation != "xla" for product in products)
-    return _Plan(options.precision, device.platform, interpret and pallas, *products)
+    return _Plan(options, device, interpreting(), M, N, K, a.dtype.name, bias is not None)
 
 
 def _product(
-    device: Device,
-    interpret: bool,
-    options: _Options,
-    dtype: str,
+    plan: _Plan,
     sizes: tuple[int, int, int],
     transpose_a: bool,
     transpose_b: bool,
     out_dtype: str,
+    has_bias: bool = False,
 ) -> _Product:
     """Chooses the implementation of a product: the one asked for, or else the best that can serve it."""
-    asked = options.implementation
+    asked, device, interpret = plan.options.implementation, plan.device, plan.interpret
 
     def product(implementation, config, passed_over):
         return _Product(implementation, config, transpose_a, transpose_b, out_dtype, tuple(passed_over))
@@ -191,9 +206,9 @@ def _product(
     if asked == "xla":
         reason = "implementation='xla' was asked for"
         return product("xla", None, [("pallas_mosaic", reason), ("pallas_triton", reason)])
-    problem = {"dtype": dtype, "out_dtype": out_dtype, "precision": options.precision}
+    problem = {"dtype": plan.dtype, "out_dtype": out_dtype, "precision": plan.options.precision, "bias": has_bias}
     problem |= dict(zip("MNK", sizes, strict=True)) | {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    passed_over = []
+    passed_over, withheld = [], None
     for implementation, choose in (("pallas_mosaic", _mosaic_config), ("pallas_triton", _triton_config)):
         if asked not in (None, "pallas", implementation):
             passed_over.append((implementation, f"implementation={asked!r} was asked for"))
@@ -202,37 +217,56 @@ def _product(
             return product(implementation, choose(device, interpret, asked, problem), passed_over)
         except NotImplementedError as reason:
             passed_over.append((implementation, str(reason)))
+            if isinstance(reason, _Withheld) and withheld is None:
+                withheld = f"{implementation!r}: {reason}"
     if asked is not None:
         reason = passed_over[0 if asked == "pallas_mosaic" else -1][1]
         raise NotImplementedError(f"gemm: implementation={asked!r} cannot serve this call: {reason}")
-    if device.platform == "gpu" or interpret:
-        warn_once(f"gemm: taking the slower implementation 'xla', not 'pallas_triton': {passed_over[-1][1]}")
+    if withheld is not None:
+        warn_once(f"gemm: taking 'xla', not {withheld}")
     return product("xla", None, passed_over)
+
+
+class _Withheld(NotImplementedError):
+    """A kernel cannot be taken for a product that it should compute faster than XLA does."""
 
 
 def _triton_config(device: Device, interpret: bool, asked: str | None, problem: dict[str, Any]) -> Any:
     """The configuration of the Triton kernel, or a NotImplementedError that says why it cannot serve the product."""
     require_triton(device, interpret)
-    return _chosen("choose_triton", device, problem)
+    return _chosen("choose_triton", device, interpret, asked, problem)
 
 
 def _mosaic_config(device: Device, interpret: bool, asked: str | None, problem: dict[str, Any]) -> Any:
     """The same for the Hopper kernel."""
     require_triton(device, interpret)  # what that asks for is the least that this kernel needs
     require_hopper(device, interpret, asked)
-    return _chosen("choose_mosaic", device, problem, unless="" if asked == "pallas_mosaic" else "why_triton")
+    return _chosen("choose_mosaic", device, interpret, asked, problem)
 
 
-def _chosen(choose: str, device: Device, problem: dict[str, Any], unless: str = "") -> Any:
-    """What the kernels' function `choose` says, unless their function `unless` gives a reason against it."""
+def _chosen(choose: str, device: Device, interpret: bool, asked: str | None, problem: dict[str, Any]) -> Any:
+    """What the kernels' function `choose` says, unless another implementation should be faster and can be taken."""
     try:
         kernels = _kernels()
-        product = kernels.Problem(**problem)
-        if unless and (reason := getattr(kernels, unless)(product)):
-            raise ValueError(reason)
-        return getattr(kernels, choose)(product, device_kind=device.kind, cores=device.cores)
-    except (ImportError, ValueError) as reason:
+    except ImportError as reason:
+        raise _Withheld(str(reason)) from reason
+    product = kernels.Problem(**problem)
+    if choose == "choose_mosaic" and asked != "pallas_mosaic" and (reason := kernels.why_triton(product)):
+        raise NotImplementedError(reason)
+    find = functools.partial(getattr(kernels, choose), product, device_kind=device.kind, cores=device.cores)
+    unproven = None
+    try:
+        try:
+            config = find(proven=not interpret)
+        except kernels.Unproven as reason:
+            config, unproven = find(proven=False), reason
+    except ValueError as reason:
         raise NotImplementedError(str(reason)) from reason
+    if asked is None and not interpret and (reason := kernels.why_xla(product, config)):
+        raise NotImplementedError(reason)
+    if unproven is not None:
+        raise _Withheld(str(unproven)) from unproven
+    return config
 
 
 def _kernels() -> Any:
@@ -243,13 +277,14 @@ def _kernels() -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(function: Callable[..., Any], plan: _Plan, direction: str) -> Callable[..., Any]:
-    """`function` of a plan, jitted under a name from which `explain` knows the plan."""
+def _jitted(
+    function: Callable[..., Any], plan: _Plan, products: tuple[_Product, ...], direction: str
+) -> Callable[..., Any]:
+    """`function` of a plan and its products, jitted under a name from which `explain` knows them."""
 
     def run(*arrays):
-        return function(plan, *arrays)
+        return function(plan, products, *arrays)
 
-    products = (plan.out,) if direction == "forward" else (plan.da, plan.db)
     # Either gradient may have an implementation and a configuration of its own.
     implementations = tuple(dict.fromkeys(product.implementation for product in products))
     configs = tuple(product.config for product in products)
@@ -258,8 +293,8 @@ def _jitted(function: Callable[..., Any], plan: _Plan, direction: str) -> Callab
             operator="gemm",
             direction=direction,
             implementation=" and ".join(implementations),
-            precision=plan.precision,
-            interpret=plan.interpret,
+            precision=plan.options.precision,
+            interpret=plan.interpret and implementations != ("xla",),
             config=configs[0] if len(set(configs)) == 1 else configs,
             passed_over=tuple(dict.fromkeys(reason for product in products for reason in product.passed_over)),
         )
@@ -269,26 +304,26 @@ def _jitted(function: Callable[..., Any], plan: _Plan, direction: str) -> Callab
 
 def _run(plan: _Plan, product: _Product, a: jax.Array, b: jax.Array, bias: jax.Array | None) -> jax.Array:
     arguments: dict[str, Any] = {"transpose_a": product.transpose_a, "transpose_b": product.transpose_b}
-    arguments |= {"precision": plan.precision, "out_dtype": jnp.dtype(product.out_dtype)}
+    arguments |= {"precision": plan.options.precision, "out_dtype": jnp.dtype(product.out_dtype)}
     if product.implementation == "xla":
-        return reference.matmul(a, b, bias, platform=plan.platform, **arguments)
+        return reference.matmul(a, b, bias, platform=plan.device.platform, **arguments)
     return _kernels().matmul(a, b, bias, config=product.config, interpret=plan.interpret, **arguments)
 
 
 # Forward
 
 
-def _forward(plan, a, b, bias):
-    return _run(plan, plan.out, a, b, bias)
+def _forward(plan, products, a, b, bias):
+    return _run(plan, products[0], a, b, bias)
 
 
 # Backward
 
 
-def _backward(plan, a, b, bias, dout):
+def _backward(plan, products, a, b, bias, dout):
     d = dout.astype(a.dtype)
-    da = _run(plan, plan.da, *((b, d) if plan.out.transpose_a else (d, b)), None)
-    db = _run(plan, plan.db, *((d, a) if plan.out.transpose_b else (a, d)), None)
+    da = _run(plan, products[0], *((b, d) if plan.options.transpose_a else (d, b)), None)
+    db = _run(plan, products[1], *((d, a) if plan.options.transpose_b else (a, d)), None)
     dbias = None if bias is None else jnp.sum(dout, axis=0, dtype=jnp.float32).astype(bias.dtype)
     return da, db, dbias
 
@@ -298,15 +333,15 @@ def _backward(plan, a, b, bias, dout):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_backward(plan, a, b, bias):
-    return _jitted(_forward, plan, "forward")(a, b, bias)
+    return _jitted(_forward, plan, (plan.out,), "forward")(a, b, bias)
 
 
 def _with_backward_fwd(plan, a, b, bias):
-    return _jitted(_forward, plan, "forward")(a, b, bias), (a, b, bias)
+    return _jitted(_forward, plan, (plan.out,), "forward")(a, b, bias), (a, b, bias)
 
 
 def _with_backward_bwd(plan, inputs, dout):
-    return _jitted(_backward, plan, "backward")(*inputs, dout)
+    return _jitted(_backward, plan, (plan.da, plan.db), "backward")(*inputs, dout)
 
 
 _with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import dormouse_jax
+from dormouse_jax import dispatch
 from pallas_kernels import gemm as kernels
 from pallas_kernels.gemm import config, mosaic
 from tests import helpers
@@ -28,42 +31,62 @@ def gradients(a, b, bias, dout, **options):
     return vjp(dout)
 
 
+# A context in which configurations can be chosen that no GPU has held to float64.
+every_configuration = mock.patch.object(config, "_why_unproven", return_value="")
+
+
+def arrays(M, N, K, dtype, transposes=(False, False)):
+    """Shapes of a, b, bias and dout."""
+    shapes = (K, M) if transposes[0] else (M, K), (N, K) if transposes[1] else (K, N), (N,), (M, N)
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
+
+
+def products_only(a, b, dout, **options):
+    _, vjp = jax.vjp(lambda a, b: dormouse_jax.gemm(a, b, **options), a, b)
+    return vjp(dout)
+
+
 class DispatchTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("NVIDIA H200", "bfloat16", (512, 256, 128), "pallas_mosaic"),
-        ("NVIDIA H200", "float32", (333, 517, 421), "pallas_mosaic"),
-        ("NVIDIA H200", "bfloat16", (333, 256, 128), "pallas_triton"),
-        ("NVIDIA H200", "bfloat16", (1000, 1023, 777), "pallas_mosaic"),
-        ("NVIDIA H200", "bfloat16", (64, 512, 48), "pallas_triton"),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", (512, 256, 128), "pallas_triton"),
-        ("NVIDIA A100-SXM4-80GB", "float32", (512, 256, 128), "pallas_triton"),
+        ("NVIDIA H200", "bfloat16", (4096, 4096, 4096), "pallas_mosaic", "pallas_mosaic"),
+        ("NVIDIA H200", "float32", (5120, 8192, 2048), "pallas_mosaic", "pallas_mosaic"),
+        ("NVIDIA H200", "float32", (4093, 4094, 4095), "pallas_mosaic", "pallas_mosaic"),  # padded
+        ("NVIDIA H200", "bfloat16", (16, 14336, 4096), "pallas_triton", "xla and pallas_mosaic"),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", (1, 14336, 4096), "pallas_triton", "xla"),
+        # cuBLAS was faster, or should be:
+        ("NVIDIA H200", "float32", (256, 512, 16384), "xla", "pallas_mosaic"),
+        ("NVIDIA H200", "float32", (16, 14336, 4096), "xla", "xla and pallas_mosaic"),
+        ("NVIDIA H200", "bfloat16", (512, 512, 512), "xla", "xla"),
+        ("NVIDIA A100-SXM4-80GB", "float32", (4096, 4096, 4096), "xla", "xla"),
+        # Not held to float64 yet:
+        ("NVIDIA H200", "float16", (4096, 4096, 4096), "xla", "xla"),
+        ("NVIDIA H200", "bfloat16", (4096, 4096, 4095), "xla", "xla"),
     )
-    def test_chosen(self, kind, dtype, sizes, implementation):
-        M, N, K = sizes
-        a, b, dout = (jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in ((M, K), (K, N), (M, N)))
-        bias = jax.ShapeDtypeStruct((N,), jnp.float32)
+    def test_chosen(self, kind, dtype, sizes, forward, backward):
+        a, b, _, dout = arrays(*sizes, dtype)
         with on(kind):
-            calls = dormouse_jax.explain(gradients, a, b, bias, dout)
+            calls = dormouse_jax.explain(products_only, a, b, dout)
         self.assertEqual([c.direction for c in calls], ["forward", "backward"])
-        self.assertEqual([c.implementation for c in calls], [implementation] * 2)
-        name = implementation.replace("pallas", "gemm")
-        self.assertEqual([c.kernels for c in calls], [(name,), (name, name)])
-        better = [name for name, _ in calls[0].passed_over]
-        self.assertEqual(better, ["pallas_mosaic"] if implementation == "pallas_triton" else [])
+        self.assertEqual([c.implementation for c in calls], [forward, backward])
+        name = forward.replace("pallas", "gemm")
+        self.assertEqual(calls[0].kernels, () if forward == "xla" else (name,))
+        better = {"pallas_mosaic": (), "pallas_triton": ("pallas_mosaic",), "xla": ("pallas_mosaic", "pallas_triton")}
+        self.assertEqual(tuple(name for name, _ in calls[0].passed_over), better[forward])
 
     @parameterized.parameters(
         ((333, 256, 128), r"tiles of 8 rows of 128 bytes, into which a, \[333, 128\] of bfloat16, cannot be cut"),
         ((512, 100, 128), r"into which b, \[128, 100\] of bfloat16, cannot be cut"),
         ((16, 4096, 128), r"too many for an output of \[16, 4096\]"),
+        ((512, 512, 512), r"fill less than 50% of the card, and an output of \[512, 512\] fills 12%"),
     )
     def test_why_not_the_hopper_kernel(self, sizes, reason):
-        M, N, K = sizes
-        a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((M, K), (K, N)))
+        a, b, *_ = arrays(*sizes, "bfloat16")
+        named = functools.partial(dormouse_jax.gemm, implementation="pallas_mosaic")
         with on("NVIDIA H200"):
             (call,) = dormouse_jax.explain(dormouse_jax.gemm, a, b)
             self.assertRegex(dict(call.passed_over)["pallas_mosaic"], reason)
-            named = functools.partial(dormouse_jax.gemm, implementation="pallas_mosaic")
-            (call,) = dormouse_jax.explain(named, a, b)  # asked for by name it takes what it would not be chosen for
+            with every_configuration:
+                (call,) = dormouse_jax.explain(named, a, b)  # by name it takes what it would not be chosen for
         self.assertEqual(call.implementation, "pallas_mosaic")
 
     @parameterized.parameters(*itertools.product(("fp32", "tf32", "bfloat16", "float16"), TRANSPOSES))
@@ -71,22 +94,79 @@ class DispatchTest(parameterized.TestCase):
         dtype = jnp.float32 if precision in ("fp32", "tf32") else jnp.dtype(precision)
         options = dict(zip(("transpose_a", "transpose_b"), transposes, strict=True))
         options |= {"precision": precision} if dtype == jnp.float32 else {}
-        M, N, K = 256, 128, 192
-        shapes = [(K, M) if transposes[0] else (M, K), (N, K) if transposes[1] else (K, N), (N,), (M, N)]
-        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        for kind, name in (("NVIDIA H200", "gemm_mosaic"), ("NVIDIA GeForce RTX 4090", "gemm_triton")):
-            with on(kind):
-                fn = jax.jit(lambda *arrays: gradients(*arrays, **options))
-                if name == "gemm_triton":
-                    self.assertIn(name, fn.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text())
+        given = arrays(256, 128, 192, dtype, transposes)
+        for kind, name in (("NVIDIA H200", "mosaic"), ("NVIDIA GeForce RTX 4090", "triton")):
+            with on(kind), every_configuration:
+                fn = jax.jit(lambda *x: gradients(*x, **options, implementation=f"pallas_{name}"))  # noqa: B023
+                if name == "triton":
+                    self.assertIn("gemm_triton", fn.trace(*given).lower(lowering_platforms=("cuda",)).as_text())
                 else:  # lowering takes a second each
-                    self.assertIn(name, str(fn.trace(*arrays).jaxpr))
+                    self.assertIn("gemm_mosaic", str(fn.trace(*given).jaxpr))
 
     def test_batches_lower_for_a_gpu(self):
-        with on("NVIDIA H200"):
-            fn = jax.jit(jax.vmap(jax.vmap(dormouse_jax.gemm, (0, None)), (0, 0)))
-            a, b = jax.ShapeDtypeStruct((2, 3, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16)
+        with on("NVIDIA H200"), every_configuration:
+            gemm = functools.partial(dormouse_jax.gemm, implementation="pallas_mosaic")
+            fn = jax.jit(jax.vmap(jax.vmap(gemm, (0, None)), (0, 0)))
+            a, b = jax.ShapeDtypeStruct((2, 3, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64, 256), jnp.bfloat16)
             self.assertIn("gemm_mosaic", fn.trace(a, b).lower(lowering_platforms=("cuda",)).as_text())
+
+
+class ProvenTest(parameterized.TestCase):
+    """What no GPU has held to float64 is not chosen there."""
+
+    @parameterized.parameters(*itertools.product(("fp32", "tf32", "bfloat16", "float16"), TRANSPOSES, (False, True)))
+    def test_what_is_chosen_was_held_to_float64(self, precision, transposes, bias):
+        dtype = "float32" if precision in ("fp32", "tf32") else precision
+        precision = "16bit" if dtype != "float32" else precision
+        found = 0
+        for *sizes, out_dtype in itertools.product(*[(1, 16, 24, 1000, 4096, 5120)] * 3, ("bfloat16", "float32")):
+            problem = kernels.Problem(*sizes, precision, dtype, out_dtype, *transposes, bias)
+            for backend, choose in (("mosaic", kernels.choose_mosaic), ("triton", kernels.choose_triton)):
+                try:
+                    chosen = choose(problem, device_kind="NVIDIA H200", cores=132)
+                except kernels.Unproven:
+                    continue
+                found += 1
+                settings = dataclasses.asdict(chosen)
+                tiles = [{settings["tile_m"], settings["tile_n"]}, settings["tile_k"], settings["stages"]]
+                shown = []
+                for row in config._table()[backend]:
+                    c = row["config"]
+                    if [{c["tile_m"], c["tile_n"]}, c["tile_k"], c["stages"]] == tiles:
+                        shown += row.get("proven", [])
+                needed = config.traits(problem, chosen)
+                self.assertTrue(any(needed <= set(words) for words in shown), (problem, chosen))
+                self.assertEqual(out_dtype, dtype)  # nothing else was run
+                self.assertNotIn("less than a TMA tile", needed)
+        self.assertEqual(found > 0, dtype != "float16")
+
+    def test_the_table_uses_words_that_traits_gives(self):
+        words = {"bfloat16", "float16", "float32", "NN", "NT", "TN", "TT", "whole", "split", "bias", "no edges"}
+        words |= {"wide", "tall", "edges", "half a cluster", "padded", "less than a TMA tile", "2^31 elements"}
+        words |= {f"to {dtype}" for dtype in ("bfloat16", "float16", "float32")}
+        words |= {f"edges {axes}" for axes in ("M", "N", "K", "MN", "MK", "NK", "MNK")}
+        for row in (*config._table()["mosaic"], *config._table()["triton"]):
+            for shown in row.get("proven", ()):
+                self.assertContainsSubset(shown, words)
+
+    def test_by_name_it_is_refused_and_otherwise_xla_takes_over(self):
+        a, b, *_ = arrays(4096, 4096, 4096, "float16")
+        with on("NVIDIA H200"):
+            for name in ("pallas", "pallas_mosaic", "pallas_triton"):
+                with self.assertRaisesRegex(NotImplementedError, r"not held to float64 on a GPU yet .*'float16'"):
+                    dormouse_jax.explain(functools.partial(dormouse_jax.gemm, implementation=name), a, b)
+            dispatch._warned.clear()
+            with self.assertWarnsRegex(RuntimeWarning, "taking 'xla', not 'pallas_mosaic': .* was not held to float64"):
+                (call,) = dormouse_jax.explain(dormouse_jax.gemm, a, b)
+        self.assertEqual(call.implementation, "xla")
+        self.assertRegex(dict(call.passed_over)["pallas_mosaic"], "was not held to float64 on a GPU yet")
+
+    def test_where_xla_is_faster_nothing_is_warned_of(self):
+        a, b, *_ = arrays(256, 512, 16384, "float32")
+        with on("NVIDIA H200"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (call,) = dormouse_jax.explain(dormouse_jax.gemm, a, b)
+        self.assertEqual(call.implementation, "xla")
 
 
 class ConfigTest(parameterized.TestCase):
@@ -100,9 +180,9 @@ class ConfigTest(parameterized.TestCase):
             problem = self.problem(*sizes, precision)
             if max(sizes[0] * sizes[2], sizes[1] * sizes[2], sizes[0] * sizes[1]) > config.MAX_ELEMENTS:
                 with self.assertRaisesRegex(ValueError, "counts to 2147483647"):
-                    kernels.choose_triton(problem, device_kind=kind)
+                    kernels.choose_triton(problem, device_kind=kind, proven=False)
                 continue
-            chosen = kernels.choose_triton(problem, device_kind=kind, cores=80)
+            chosen = kernels.choose_triton(problem, device_kind=kind, cores=80, proven=False)
             self.assertEqual(chosen.tile_m > chosen.tile_n, sizes[0] >= sizes[1] and chosen.tile_m != chosen.tile_n)
             self.assertLessEqual(config.parts_of(sizes[2], chosen.tile_k, chosen.split)[0], 16)
 
@@ -113,7 +193,8 @@ class ConfigTest(parameterized.TestCase):
         ((256, 512, 16384), "fp32", (128, 128), 16),  # eight tiles, each in 16 parts
     )
     def test_tiles_of_the_hopper_kernel(self, sizes, precision, tile, split):
-        chosen = kernels.choose_mosaic(self.problem(*sizes, precision), device_kind="NVIDIA H200", cores=132)
+        problem = self.problem(*sizes, precision)
+        chosen = kernels.choose_mosaic(problem, device_kind="NVIDIA H200", cores=132, proven=False)
         self.assertEqual((chosen.tile_m, chosen.tile_n, chosen.split), (*tile, split))
         self.assertEqual(chosen.blocks, 132)
 
@@ -193,10 +274,11 @@ class SplitTest(parameterized.TestCase):
         self.assertFalse(np.any(second) or np.any(third))
 
 
-def check_a_configuration(chosen, M, N, K, precision, transposes, *, out_dtype="float32", bias=True):
-    """Holds a kernel with this configuration to float64, and a second call of it to the first."""
+def check_a_configuration(chosen, M, N, K, precision, transposes, *, dtype="bfloat16", out_dtype="float32", bias=True):
+    """Holds a kernel with this configuration to float64, and a second call of it to the first. dtype: of 16-bit
+    operands."""
     rng = np.random.default_rng(0)
-    dtype = jnp.dtype(jnp.bfloat16 if precision == "16bit" else jnp.float32)
+    dtype = jnp.dtype(dtype if precision == "16bit" else jnp.float32)
     flip_a, flip_b = transposes
     a = rng.normal(size=(K, M) if flip_a else (M, K)).astype(dtype)
     b = rng.normal(size=(N, K) if flip_b else (K, N)).astype(dtype)
@@ -247,14 +329,15 @@ class TableTest(parameterized.TestCase):
         needs_hopper(self)
         row = config._table()["mosaic"][index]
         (precision,) = row["match"]["precision"]
-        # Few blocks, so that each computes several tiles; then parts of the contraction, more than there are blocks.
+        bf16, fp16 = ("bfloat16", "float16") if precision == "16bit" else ("float32", "float32")
+        check = functools.partial(check_a_configuration, precision=precision, transposes=transposes)
+        # Few blocks, so that each computes several tiles; then parts of the contraction, more than there are blocks;
+        # whole tiles, with another output; arrays smaller than what TMA copies at once.
         whole = kernels.MosaicConfig(**row["config"], blocks=6)
-        check_a_configuration(whole, 900, 1100, 777, precision, transposes)
-        parts = dataclasses.replace(whole, split=3, blocks=10)
-        out_dtype = "bfloat16" if precision == "16bit" else "float32"
-        check_a_configuration(parts, 300, 520, 1000, precision, transposes, out_dtype=out_dtype)
-        aligned = dataclasses.replace(whole, blocks=132)
-        check_a_configuration(aligned, 1024, 768, 512, precision, transposes, out_dtype=out_dtype, bias=False)
+        check(whole, 900, 1100, 777, out_dtype=bf16)
+        check(dataclasses.replace(whole, split=3, blocks=10), 300, 520, 1000, dtype=fp16, out_dtype=fp16)
+        check(dataclasses.replace(whole, blocks=132), 1024, 768, 512, bias=False)
+        check(whole, 264, 320, 16, dtype=fp16, out_dtype=fp16)
 
     @parameterized.parameters(*itertools.product(range(len(config._table()["triton"])), TRANSPOSES))
     def test_triton_kernel(self, index, transposes):
@@ -262,11 +345,13 @@ class TableTest(parameterized.TestCase):
         chosen = kernels.TritonConfig(**row["config"])
         turned = dataclasses.replace(chosen, tile_m=chosen.tile_n, tile_n=chosen.tile_m)
         for precision in row["match"].get("precision", ("fp32", "tf32")):
-            for each, sizes in ((chosen, (300, 200, 520)), (turned, (200, 300, 520))):
-                check_a_configuration(each, *sizes, precision, transposes)
-                parts = dataclasses.replace(each, split=3)
-                out_dtype = "bfloat16" if precision == "16bit" else "float32"
-                check_a_configuration(parts, *sizes, precision, transposes, out_dtype=out_dtype)
+            bf16, fp16 = ("bfloat16", "float16") if precision == "16bit" else ("float32", "float32")
+            check = functools.partial(check_a_configuration, precision=precision, transposes=transposes)
+            for each, M, N in ((chosen, 300, 200), (turned, 200, 300)):
+                check(each, M, N, 520, out_dtype=bf16)
+                check(dataclasses.replace(each, split=3), M, N, 520, dtype=fp16, out_dtype=fp16)
+            for each, M, N in ((chosen, 512, 256), (turned, 256, 512)):  # no tile sticks out
+                check(each, M, N, 512, dtype=fp16, bias=False)
 
 
 if __name__ == "__main__":

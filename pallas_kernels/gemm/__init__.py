@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 
 from pallas_kernels.gemm import triton as _triton
-from pallas_kernels.gemm.config import MosaicConfig, Problem, TritonConfig, choose_mosaic, choose_triton, why_triton
+from pallas_kernels.gemm.config import (
+    MosaicConfig,
+    Problem,
+    TritonConfig,
+    Unproven,
+    choose_mosaic,
+    choose_triton,
+    why_triton,
+    why_xla,
+)
 
-__all__ = ["MosaicConfig", "Problem", "TritonConfig", "choose_mosaic", "choose_triton", "matmul", "why_triton"]
+__all__ = [
+    "MosaicConfig",
+    "Problem",
+    "TritonConfig",
+    "Unproven",
+    "choose_mosaic",
+    "choose_triton",
+    "matmul",
+    "why_triton",
+    "why_xla",
+]
 
 
 def matmul(
@@ -23,7 +45,8 @@ def matmul(
     config: TritonConfig | MosaicConfig,
     interpret: bool,
 ) -> jax.Array:
-    """op(a) op(b) + bias.
+    """op(a) op(b) + bias. Under `jax.vmap` the products of a batch are computed one after the other, by the kernel that
+    one product takes: with a batch it would be another kernel, not held to float64 on a GPU.
 
     Args:
       a: [M, K], or [K, M] with transpose_a.
@@ -42,7 +65,9 @@ def matmul(
         "interpret": interpret,
     }
     if isinstance(config, TritonConfig):
-        return _triton.matmul(a, b, bias, config=config, **arguments)
-    from pallas_kernels.gemm import mosaic  # imported where it is used: Mosaic GPU changes with every release of JAX
+        run = _triton.matmul
+    else:
+        from pallas_kernels.gemm import mosaic  # imported where it is used: it changes with every release of JAX
 
-    return mosaic.matmul(a, b, bias, config=config, **arguments)
+        run = mosaic.matmul
+    return jax.custom_batching.sequential_vmap(functools.partial(run, config=config, **arguments))(a, b, bias)

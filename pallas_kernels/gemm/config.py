@@ -21,8 +21,12 @@ MIN_PART = 256
 # What adding parts up takes: to start with, and by bytes of float32 written and read.
 ADDING_S = 2e-6
 ADDING_BYTES_S = 2e12
-# Rows or columns up to which an output is the Triton kernel's.
+# Rows or columns up to which an output is the Triton kernel's, and up to which that is faster than cuBLAS in 16 bit.
 SMALL = 64
+VERY_SMALL = 16
+# Part of its multiplications that the Hopper kernel has to need to be faster than cuBLAS, which splits contractions and
+# has smaller tiles. In float32 it is 0.4, as 128 TFLOP/s of a full card are to cuBLAS's 51.
+FILLED = 0.5
 # M N K from which on the Hopper kernel gains more on the Triton kernel than copies that pad its operands cost.
 WORTH_PADDING = 1 << 29
 # The tensor memory accelerator (TMA) of Hopper copies tiles of so many rows, of so many bytes each. An array has a
@@ -41,6 +45,7 @@ class Problem:
       precision: "fp32", "tf32" or "16bit".
       dtype, out_dtype: names of the operands' and the output's dtypes.
       transpose_a, transpose_b: whether a is stored as [K, M], b as [N, K].
+      bias: whether one is added.
     """
 
     M: int
@@ -51,6 +56,14 @@ class Problem:
     out_dtype: str
     transpose_a: bool = False
     transpose_b: bool = False
+    bias: bool = False
+
+    @property
+    def stored(self) -> dict[str, tuple[tuple[int, int], str]]:
+        """The shape and dtype of each of its matrices, by name."""
+        a = (self.K, self.M) if self.transpose_a else (self.M, self.K)
+        b = (self.N, self.K) if self.transpose_b else (self.K, self.N)
+        return {"a": (a, self.dtype), "b": (b, self.dtype), "the output": ((self.M, self.N), self.out_dtype)}
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
@@ -180,21 +193,62 @@ def _rows(backend: str, problem: Problem, device_kind: str) -> list[dict]:
     return [row for row in _table()[backend] if fits(row["match"])]
 
 
-def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = None) -> TritonConfig:
+class Unproven(ValueError):
+    """No configuration for a product was held to float64 on a GPU, as it would run it."""
+
+
+def traits(problem: Problem, config: TritonConfig | MosaicConfig) -> set[str]:
+    """What sets the kernel that runs a product with a configuration apart from others with the same configuration: the
+    words of "proven" in configs.json."""
+    M, N, K = problem.M, problem.N, problem.K
+    parts, steps = parts_of(K, config.tile_k, config.split)
+    found = {problem.dtype, "NT"[problem.transpose_a] + "NT"[problem.transpose_b], "split" if parts > 1 else "whole"}
+    found |= {"bias"} if problem.bias else set()
+    found |= {f"to {problem.out_dtype}"} if problem.out_dtype != problem.dtype else set()
+    if isinstance(config, TritonConfig):
+        # Along which axes tiles stick out and are masked, and whether the tile is the table's or that one turned.
+        sizes = (("M", M, config.tile_m), ("N", N, config.tile_n), ("K", K, config.tile_k * steps))
+        edges = "".join(axis for axis, size, tile in sizes if size % tile)
+        return found | {f"edges {edges}" if edges else "no edges", "wide" if M < N else "tall"}
+    found |= {"edges"} if M % config.tile_m or N % config.tile_n else set()
+    m, n = -(-M // config.tile_m), -(-N // config.tile_n)
+    found |= {"half a cluster"} if config.tiles(M, N) != (m, n) else set()
+    for shape, dtype in problem.stored.values():
+        # Operands of float32-accurate products are copied in pieces.
+        dtype = "bfloat16" if problem.precision == "fp32" else dtype
+        cols = TILE_BYTES // jnp.dtype(dtype).itemsize
+        found |= {"padded"} if padded_shape(shape, dtype) != shape else set()
+        found |= {"less than a TMA tile"} if shape[0] < TILE_ROWS or shape[1] < cols else set()
+        found |= {"2^31 elements"} if shape[0] * shape[1] > MAX_ELEMENTS else set()
+    return found
+
+
+def _why_unproven(row: dict, problem: Problem, config: TritonConfig | MosaicConfig) -> str:
+    """Why a row's kernel must not be chosen for a product on a GPU; "" where it was held to float64 there."""
+    needed = traits(problem, config)
+    if any(needed <= set(shown) for shown in row.get("proven", ())):
+        return ""
+    return f"{config} was not held to float64 on a GPU yet for {problem.precision} products of {sorted(needed)}"
+
+
+def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = None, proven: bool = True) -> TritonConfig:
     """The configuration of the Triton kernel for a product, read from configs.json without timing anything.
 
-    A configuration can be miscompiled: a row enters the table only after its results were held to float64 on a GPU.
+    A configuration can be miscompiled. Those that can be chosen on a GPU are those whose results were held to float64
+    on one, for products like this: by `traits`, in a list under "proven" of a row.
 
     Args:
       problem: the product.
       device_kind: `jax.Device.device_kind`, such as "NVIDIA H200"; any other string gets the general rows.
       cores: streaming multiprocessors of the device, None where it does not say.
+      proven: whether to take proven configurations only; interpret mode takes any.
 
     Raises:
       ValueError: the kernel does not take such sizes.
+      Unproven: the configuration was not held to float64 yet.
     """
     M, N, K = problem.M, problem.N, problem.K
-    for what, rows, cols in (("a", M, K), ("b", K, N), ("the output", M, N)):
+    for what, ((rows, cols), _) in problem.stored.items():
         if rows * cols > MAX_ELEMENTS:
             raise ValueError(f"{what} has {rows * cols} elements, and the Triton kernel counts to {MAX_ELEMENTS}")
     row = _rows("triton", problem, device_kind)[0]
@@ -206,7 +260,10 @@ def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = Non
     tiles = -(-M // config.tile_m) * -(-N // config.tile_n)
     # A part of the contraction is worth its partial sums from about eight steps on.
     split = min(row["fill"] * (cores or DEFAULT_CORES) // tiles, K // (8 * config.tile_k), MAX_SPLIT)
-    return dataclasses.replace(config, split=max(1, split))
+    config = dataclasses.replace(config, split=max(1, split))
+    if proven and (reason := _why_unproven(row, problem, config)):
+        raise Unproven(reason)
+    return config
 
 
 def why_triton(problem: Problem) -> str:
@@ -218,13 +275,7 @@ def why_triton(problem: Problem) -> str:
     if problem.precision != "16bit" or M * N * K >= WORTH_PADDING:
         return ""
     # A 16-bit array that TMA cannot copy is copied by XLA first. Of float32 operands copies are made anyway.
-    stored = {
-        "a": (K, M) if problem.transpose_a else (M, K),
-        "b": (N, K) if problem.transpose_b else (K, N),
-        "the output": (M, N),
-    }
-    for name, shape in stored.items():
-        dtype = problem.out_dtype if name == "the output" else problem.dtype
+    for name, (shape, dtype) in problem.stored.items():
         if padded_shape(shape, dtype) != shape:
             return (
                 f"the Hopper kernel copies tiles of {TILE_ROWS} rows of {TILE_BYTES} bytes, into which {name}, "
@@ -233,9 +284,31 @@ def why_triton(problem: Problem) -> str:
     return ""
 
 
-def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = None) -> MosaicConfig:
+def why_xla(problem: Problem, config: TritonConfig | MosaicConfig) -> str:
+    """Why XLA's product (cuBLAS) should take less time on a GPU than the kernel with this configuration; "" where it
+    should not. By measurements on one H200: docs/gemm-tuning.md."""
+    M, N = problem.M, problem.N
+    if isinstance(config, TritonConfig):
+        if problem.precision == "16bit" and min(M, N) <= VERY_SMALL:
+            return ""
+        return (
+            f"XLA's product is faster than the Triton kernel but in 16 bit with M or N of at most {VERY_SMALL}; "
+            f"this is {problem.precision} with an output of [{M}, {N}]"
+        )
+    (m, n), parts = config.tiles(M, N), parts_of(problem.K, config.tile_k, config.split)[0]
+    rounds = -(-m * n * parts // config.blocks)
+    filled = M * N * parts / (rounds * config.blocks * config.tile_m * config.tile_n)
+    if filled >= FILLED:
+        return ""
+    return (
+        f"XLA's product is faster where the Hopper kernel's tiles of [{config.tile_m}, {config.tile_n}] fill less than "
+        f"{FILLED:.0%} of the card, and an output of [{M}, {N}] fills {filled:.0%}"
+    )
+
+
+def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = None, proven: bool = True) -> MosaicConfig:
     """The configuration of the Hopper kernel for a product: of the table's, whole or split, the one that should take
-    the least time. Arguments as in `choose_triton`."""
+    the least time. Arguments and errors as in `choose_triton`."""
     M, N, K = problem.M, problem.N, problem.K
     cores = cores or DEFAULT_CORES
     rows = _rows("mosaic", problem, device_kind)
@@ -253,5 +326,9 @@ def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = Non
         for row in rows
         for split in range(1, 1 + max(1, min(MAX_SPLIT, K // MIN_PART)))
     ]
-    config = min(found, key=lambda each: seconds(*each))[1]
+    found.sort(key=lambda each: seconds(*each))
+    reasons = [_why_unproven(row, problem, config) if proven else "" for row, config in found]
+    if "" not in reasons:
+        raise Unproven(reasons[0])
+    config = found[reasons.index("")][1]
     return dataclasses.replace(config, blocks=cores - cores % config.cluster_size)
