@@ -88,10 +88,22 @@ def backward(
     """
     common = {"precision": precision, "config": config, "interpret": interpret}
     of_inputs = {"scale": scale, "raw": raw, "packing": packing, **common}
+    hopper = None
+    if config.chunks == "mosaic":
+        if write is not None or any(dataclasses.astuple(raw)) or starts is not None or packing is not None:
+            raise ValueError("the Hopper kernels of one chunk are for KDA, with no raw inputs and no packed sequences")
+        from pallas_kernels.kda import mosaic_chunks as hopper
     if residuals.saved is None:
-        prepared, _ = _forward.prepare(
-            q, k, v, g, erase, write, A_log, dt_bias, starts, matrices=residuals.matrices, **of_inputs
-        )
+        if hopper is not None:
+            P, M, _ = residuals.matrices
+            W, Qhat, Ktil, Y, decay = hopper.prepare(
+                q, k, v, g, erase, (P, M), scale=scale, config=config, interpret=interpret
+            )
+            prepared = _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
+        else:
+            prepared, _ = _forward.prepare(
+                q, k, v, g, erase, write, A_log, dt_bias, starts, matrices=residuals.matrices, **of_inputs
+            )
         maps = _forward.segment_maps(prepared, q, v, erase, **common)
         _, _, states = _run_states(
             prepared, maps, initial_state, q, v, erase, save=True, with_output=False, packing=packing, **common
@@ -108,12 +120,8 @@ def backward(
         dS, dU, dinitial = _backward.run_states_bwd(
             prepared, maps, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
         )
-    if config.grads == "mosaic":
-        if write is not None or any(dataclasses.astuple(raw)) or starts is not None or packing is not None:
-            raise ValueError("the gradients' Hopper kernel is for KDA, with no raw inputs and no packed sequences")
-        from pallas_kernels.kda import mosaic_grads
-
-        grads = mosaic_grads.gradients(
+    if hopper is not None:
+        grads = hopper.gradients(
             prepared, states, dS, dU, q, k, v, g, erase, do, scale=scale, config=config, interpret=interpret
         )
         return *grads, None, None, None, dinitial

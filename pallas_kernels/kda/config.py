@@ -27,7 +27,7 @@ class KdaConfig:
       hopper_stages: chunks whose tiles the Hopper kernels have in shared memory or on their way there.
       state_warps, state_stages: warps and pipeline stages of the serial forward kernel.
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
-      grads: the backend of the kernel that forms the gradients: "triton", or "mosaic" for Hopper, which no GPU has run
+      chunks: the backend of the backward's kernels of one chunk: "triton", or "mosaic" for Hopper, which no GPU has run
         yet and no row of the table has.
       grads_warps: warps of the kernel that forms the gradients.
       k_tile: key channels that one program of that kernel holds.
@@ -46,7 +46,7 @@ class KdaConfig:
     state_stages: int = 2
     state_bwd_warps: int = 4
     state_bwd_stages: int = 2
-    grads: str = "triton"
+    chunks: str = "triton"
     grads_warps: int = 4
     k_tile: int = 64
     segments: int = 1
@@ -62,7 +62,7 @@ class KdaConfig:
         for name in ("prepare_warps", "state_warps", "state_bwd_warps", "grads_warps"):
             if getattr(self, name) not in (1, 2, 4, 8):
                 raise ValueError(f"{name} must be 1, 2, 4 or 8, got {getattr(self, name)}")
-        for name in ("serial", "grads"):
+        for name in ("serial", "chunks"):
             if getattr(self, name) not in ("triton", "mosaic"):
                 raise ValueError(f"{name} must be 'triton' or 'mosaic', got {getattr(self, name)!r}")
         for name in ("state_stages", "state_bwd_stages", "hopper_stages"):

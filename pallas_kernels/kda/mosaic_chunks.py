@@ -1,5 +1,5 @@
-"""The gradients of a chunk for Hopper, on Pallas's Mosaic GPU backend: inputs and results of `kda_grads`, names as in
-`backward`, for KDA with 16-bit operands.
+"""The kernels of one chunk for Hopper, on Pallas's Mosaic GPU backend, for KDA with bfloat16 operands: inputs and
+results of `kda_prepare` that is given P and M, and of `kda_grads`; names as in `forward` and `backward`.
 
 Key channels give the rows of every product: a program holds 64 of them, as tiles [64, C] with the chunk's tokens along
 the columns, so that decayed keys and queries are left operands straight from registers. Sums over tokens are products
@@ -20,10 +20,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
 from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, exp, tile_scratch
 from pallas_kernels.kda.sizes import Sizes
-
-ROWS = 64  # Key channels, or value columns, in a tile: the rows of one product of the tensor cores.
-LOG2_E = 1.4426950408889634
 
 
 def _kda_grads(
@@ -51,54 +49,10 @@ def _kda_grads(
     for source, target in copies:
         bm.copy_in(source, target, loaded)
 
-    # 0/1 matrices: which tokens t (rows) a sum for token i (columns) takes. One of 64 rows holds 64 / C of them.
-    row, col = bm.indices(shape)
-    t, which = lax.rem(row, C), lax.div(row, C)
-    same = lax.div(t, BLOCK) == lax.div(col, BLOCK)
-    before, after = lax.div(t, BLOCK) < lax.div(col, BLOCK), lax.div(t, BLOCK) > lax.div(col, BLOCK)
-    chosen = {"prefix": same & (t <= col), "suffix": same & (t > col), "base": before, "rest": after}
-    slots = {name: divmod(i * C, ROWS) for i, name in enumerate(chosen)}
-    for part in range(-(-len(chosen) * C // ROWS)):
-        value = None
-        for name, (where, start) in slots.items():
-            if where == part:
-                here = chosen[name] & (which == start // C)
-                value = here if value is None else value | here
-        masks.at[part][...] = jnp.where(value, 1.0, 0.0).astype(op)
-
-    def mask(name):
-        part, start = slots[name]
-        return masks.at[part].at[pl.ds(start, C)]
-
-    def operand(name, value):
-        """A left operand: the registers themselves, which interpret mode takes from memory alone."""
-        value = value.astype(op)
-        if not interpret:
-            return value
-        left[f"left_{name}"][...] = value
-        return left[f"left_{name}"]
-
-    def product(*pairs, start=None, n=C):
-        """start + sum of a b, over pairs (a, b)."""
-
-        def body(total):
-            if start is not None:
-                bm.start_from(total, start, interpret)
-            for a, b in pairs:
-                bm.multiply(total, a, b)
-            return bm.settled(bm.read(total) if start is None else bm.read_from(total, start, interpret))
-
-        return bm.accumulators(body, (ROWS, n))
-
-    def sums(value, *names):
-        """Sums over tokens, from two bfloat16 pieces of the value: to 2^-17. A tuple of masks: of all of them."""
-        high = value.astype(op)
-        high, low = operand("a", value), operand("b", value - high.astype(f32))
-        groups = [name if isinstance(name, tuple) else (name,) for name in names]
-        return [product(*((x, mask(name)) for x in (low, high) for name in group)) for group in groups]
-
-    def exp(x):
-        return jnp.exp2(x * LOG2_E)
+    on = Tiles(C, op, interpret, masks, left)
+    on.write_masks()
+    operand, product, sums = on.operand, on.product, on.sums
+    row, col = on.row, on.col
 
     bm.commit()
     bm.wait(loaded)
@@ -240,6 +194,112 @@ def _kda_grads(
     bm.finish_copies_out()
 
 
+def _kda_prepare(
+    q, k, v, g, beta, M, W, qhat, ktil, y, decay, *,
+    sizes: Sizes, scale: float, op, interpret: bool,
+    q_tile, k_tile, g_tile, v_tile, m_tile, w_tile, y_tile, beta_row, decay_row, masks, loaded, **left,
+):  # fmt: skip
+    C, tiles, nt, HV = sizes.C, sizes.bk // ROWS, sizes.nt, sizes.HV
+    slabs = sizes.bv // ROWS
+    tile = lax.rem(bm.program(), tiles)
+    n = lax.rem(lax.div(bm.program(), tiles), nt)
+    head = lax.div(bm.program(), tiles * nt)
+    b, h, tokens, channels = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * C, C), pl.ds(tile * ROWS, ROWS)
+    copies = [
+        (q.at[b, tokens, h, channels], q_tile), (k.at[b, tokens, h, channels], k_tile),
+        (g.at[b, tokens, h, channels], g_tile), (v.at[b, tokens, h], v_tile), (M.at[head, n], m_tile),
+        (beta.at[head, n], beta_row),
+    ]  # fmt: skip
+    for source, target in copies:
+        bm.copy_in(source, target, loaded)
+    on = Tiles(C, op, interpret, masks, left)
+    on.write_masks()
+    bm.commit()
+    bm.wait(loaded)
+
+    shape, M_T = (ROWS, C), bm.transpose(m_tile)
+    f32 = jnp.float32
+    beta_of = bm.load_row(beta_row, shape)
+    gT = jnp.maximum(bm.load_transposed(g_tile), MIN_LOG_DECAY)
+    prefix, suffix = on.sums(gT, "prefix", "suffix")
+    up, down = exp(prefix), exp(suffix)
+    if C > BLOCK:
+        base, rest = on.sums(gT, "base", "rest")
+        up, down = up * exp(base), down * exp(rest)
+    kT, qT = bm.load_transposed(k_tile).astype(f32), bm.load_transposed(q_tile).astype(f32)
+    W_T = on.product((on.operand("a", beta_of * kT * up), M_T))
+    decay_row[...] = jnp.sum(jnp.where(on.col == C - 1, up, 0.0), axis=1)
+    bm.store_transposed(w_tile, W_T.astype(op))
+    bm.store_transposed(q_tile, (qT * scale * up).astype(op))
+    bm.store_transposed(k_tile, (kT * down).astype(op))
+    bm.copy_buffers_out(
+        [
+            (w_tile, W.at[head, n, :, channels]),
+            (q_tile, qhat.at[head, n, :, channels]),
+            (k_tile, ktil.at[head, n, :, channels]),
+            (decay_row, decay.at[head, n, 0, channels]),
+        ]
+    )
+    for turn in range(-(-slabs // tiles)):
+        slab = tile + turn * tiles
+
+        @pl.when(slab < slabs)
+        def _(slab=slab):
+            columns = pl.ds(slab * ROWS, ROWS)
+            value = bm.load_transposed(v_tile.at[:, columns]).astype(f32)
+            left_y = on.operand("b", beta_of * value)
+            bm.copy_out(on.product((left_y, M_T)).astype(op), y_tile, y.at[head, n, columns], unread=0)
+
+    bm.finish_copies_out()
+
+
+def _beta_rows(beta: jax.Array, sizes: Sizes) -> jax.Array:
+    """beta [B, T, HV] as [B * HV, NT, C] in float32, zeros behind the last token: copies take whole rows."""
+    padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, sizes.nt * sizes.C - sizes.T), (0, 0)))
+    return padded.swapaxes(1, 2).reshape(sizes.B * sizes.HV, sizes.nt, sizes.C)
+
+
+def _check(sizes: Sizes, *arrays: jax.Array) -> None:
+    if sizes.K not in (64, 128) or sizes.V not in (64, 128, 256) or sizes.H != sizes.HV or sizes.T % 8:
+        raise ValueError(f"the Hopper kernels of one chunk do not take {sizes}")
+    if not all(x.dtype == jnp.bfloat16 for x in arrays):
+        raise ValueError(f"the Hopper kernels of one chunk take bfloat16, got {[str(x.dtype) for x in arrays]}")
+
+
+def prepare(q, k, v, g, beta, matrices, *, scale, config: KdaConfig, interpret):
+    """Runs the Hopper `kda_prepare` on P and M of an earlier run; returns W, Qhat, Ktil, Y and decay as
+    `forward.Prepared` has them.
+
+    Raises:
+      ValueError: for other than bfloat16, K of 64 or 128, V of 64, 128 or 256, one value head a key head, and T a
+        multiple of 8.
+    """
+    sizes = Sizes.of(q, v, beta, config)
+    _check(sizes, q, k, v)
+    heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
+    op, shape = q.dtype, jax.ShapeDtypeStruct
+    inputs = [q, k, v, g.astype(jnp.float32), _beta_rows(beta, sizes), matrices[1].astype(op)]
+    outputs = [shape((heads, nt, C, bk), op)] * 3
+    outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
+    scratch: dict[str, Any] = {
+        "q_tile": bm.tiles((C, ROWS), op),
+        "k_tile": bm.tiles((C, ROWS), op),
+        "g_tile": bm.rows((C, ROWS), jnp.float32),
+        "v_tile": bm.tiles((C, bv), op),
+        "m_tile": bm.tiles((C, C), op, 2 * C),
+        "w_tile": bm.tiles((C, ROWS), op),
+        "y_tile": bm.tiles((ROWS, C), op, 2 * C),
+        "beta_row": bm.rows((C,), jnp.float32),
+        "decay_row": bm.rows((ROWS,), jnp.float32),
+        "loaded": bm.barriers(None, 6),
+    }
+    scratch |= tile_scratch(C, op, interpret)
+    return bm.launch(
+        functools.partial(_kda_prepare, sizes=sizes, scale=scale, op=op, interpret=interpret), "kda_prepare", inputs,
+        outputs, scratch, programs=heads * nt * (bk // ROWS), cluster=1, warpgroups=1, interpret=interpret,
+    )  # fmt: skip
+
+
 def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: KdaConfig, interpret):
     """Runs the Hopper `kda_grads`; returns dq, dk, dv, dg and dbeta as `backward.gradients` does.
 
@@ -248,10 +308,7 @@ def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: 
         multiple of 8.
     """
     sizes = Sizes.of(q, v, beta, config)
-    if sizes.K not in (64, 128) or sizes.V not in (64, 128, 256) or sizes.H != sizes.HV or sizes.T % 8:
-        raise ValueError(f"the gradients' Hopper kernel does not take {sizes}")
-    if not q.dtype == k.dtype == v.dtype == do.dtype == jnp.bfloat16:
-        raise ValueError(f"the gradients' Hopper kernel takes bfloat16, got {q.dtype}")
+    _check(sizes, q, k, v, do)
     heads, C, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bv, sizes.nt
     tiles, op, shape = sizes.bk // ROWS, prepared.W.dtype, jax.ShapeDtypeStruct
     padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, nt * C - sizes.T), (0, 0)))
@@ -286,13 +343,11 @@ def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: 
         "du_tile": bm.tiles((C, bv), op, within),
         "beta_row": bm.rows((C,), jnp.float32),
         "decay_row": bm.rows((ROWS,), jnp.float32),
-        "masks": bm.tiles((-(-4 * C // ROWS), ROWS, C), op, within),
         "near": bm.tiles((ROWS, C), op, within),
         "far": bm.tiles((ROWS, C), op, within),
         "loaded": bm.barriers(None, 12),
     }
-    if interpret:
-        scratch |= {f"left_{name}": bm.rows((ROWS, C), op) for name in "abc"}
+    scratch |= tile_scratch(C, op, interpret)
     body = functools.partial(
         _kda_grads, sizes=sizes, scale=scale, limit=FAST_LIMIT["16bit"], op=op, always_exact=config.always_exact,
         interpret=interpret,

@@ -1,0 +1,95 @@
+"""What the Hopper kernels of one chunk share: tiles [64, C], key channels or value columns as rows and tokens along the
+columns, their products with a left operand from registers, and sums over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend_mosaic as bm
+from pallas_kernels.kda.config import BLOCK
+
+ROWS = 64  # Of a tile: the rows of one product of the tensor cores.
+LOG2_E = 1.4426950408889634
+
+
+def exp(x: jax.Array) -> jax.Array:
+    return jnp.exp2(x * LOG2_E)
+
+
+def tile_scratch(C: int, op: Any, interpret: bool) -> dict[str, Any]:
+    """Shared memory that `Tiles` needs: `masks`, and in interpret mode `left_a`, `left_b`."""
+    masks = {"masks": bm.tiles((-(-4 * C // ROWS), ROWS, C), op, 2 * C)}
+    return masks | ({f"left_{name}": bm.rows((ROWS, C), op) for name in "ab"} if interpret else {})
+
+
+class Tiles:
+    """Tiles of one chunk of C tokens, for one warpgroup.
+
+    Attributes:
+      row, col: row and column numbers of a tile.
+    """
+
+    def __init__(self, C: int, op: Any, interpret: bool, masks: Any, left: dict[str, Any]):
+        self.C, self.op, self.interpret, self.masks, self.left = C, op, interpret, masks, left
+        self.row, self.col = bm.indices((ROWS, C))
+        names = ("prefix", "suffix", "base", "rest")
+        self.slots = {name: divmod(i * C, ROWS) for i, name in enumerate(names)}
+
+    def write_masks(self) -> None:
+        """Writes the 0/1 matrices of `sums`: which tokens (rows) a sum for a token (column) takes. `bm.commit` must
+        follow.
+
+        prefix: up to the token, in its block of 16; suffix: after it, in its block; base and rest: in the blocks before
+        and after its own.
+        """
+        t, which = lax.rem(self.row, self.C), lax.div(self.row, self.C)
+        own, block = lax.div(t, BLOCK), lax.div(self.col, BLOCK)
+        chosen = {
+            "prefix": (own == block) & (t <= self.col),
+            "suffix": (own == block) & (t > self.col),
+            "base": own < block,
+            "rest": own > block,
+        }
+        for part in range(self.masks.shape[0]):
+            ones = [x & (which == self.slots[n][1] // self.C) for n, x in chosen.items() if self.slots[n][0] == part]
+            value = ones[0]
+            for more in ones[1:]:
+                value = value | more
+            self.masks.at[part][...] = jnp.where(value, 1.0, 0.0).astype(self.op)
+
+    def operand(self, name: str, value: jax.Array) -> Any:
+        """A left operand: the registers themselves, which interpret mode takes from memory alone (`left_<name>`)."""
+        value = value.astype(self.op)
+        if not self.interpret:
+            return value
+        self.left[f"left_{name}"][...] = value
+        return self.left[f"left_{name}"]
+
+    def product(self, *pairs: tuple[Any, Any], start: jax.Array | None = None, n: int | None = None) -> jax.Array:
+        """start + the sum of a b over pairs (a, b), [64, n or C] in float32."""
+
+        def body(total):
+            if start is not None:
+                bm.start_from(total, start, self.interpret)
+            for a, b in pairs:
+                bm.multiply(total, a, b)
+            return bm.settled(bm.read(total) if start is None else bm.read_from(total, start, self.interpret))
+
+        return bm.accumulators(body, (ROWS, n or self.C))
+
+    def sums(self, value: jax.Array, *names: str | tuple[str, ...]) -> list[jax.Array]:
+        """Sums of a tile over tokens by the masks of these names, from two 16-bit pieces: to 2^-17. A tuple of names:
+        by all of them together."""
+        high = value.astype(self.op)
+        pieces = self.operand("a", value - high.astype(jnp.float32)), self.operand("b", value)
+        groups = [name if isinstance(name, tuple) else (name,) for name in names]
+        return [self.product(*((x, self._mask(name)) for x in pieces for name in group)) for group in groups]
+
+    def _mask(self, name: str) -> Any:
+        part, start = self.slots[name]
+        return self.masks.at[part].at[pl.ds(start, self.C)]
