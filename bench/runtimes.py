@@ -128,7 +128,8 @@ class JaxRuntime(Runtime):
 
         self.jax = jax
         self.gpu = jax.default_backend() == "gpu"
-        self.compiled: dict[tuple[str, bool], Any] = {}
+        self.compiled: dict[str, Any] = {}
+        self.flush: Any = None
         self.traced: dict[str, list[str]] = {}
         self.explained: dict[str, list[str]] = {}
         super().__init__(operator, case, arm, inputs)
@@ -165,23 +166,20 @@ class JaxRuntime(Runtime):
 
         return {"fwd": forward, "fwd_res": fwd_res, "fwdbwd": fwdbwd}[mode]
 
-    def _compile(self, mode: str, cold: bool) -> Any:
-        if (mode, cold) not in self.compiled:
+    def _compile(self, mode: str) -> Any:
+        if mode not in self.compiled:
             function = self.function(mode)
-            if cold:
-                function = self._after_flush(function)
 
             def call(kept, updated):
                 return function({**kept, **updated})
 
-            call.__name__ = f"bench_{mode}{'_cold' if cold else ''}"
+            call.__name__ = f"bench_{mode}"
             jitted = self.jax.jit(call, donate_argnums=1)
             traced = jitted.trace(*self._arguments())
-            self.traced[mode] = sorted(set(pallas_names(traced.jaxpr)) - {FLUSH_NAME})
-            if not cold:
-                self.explained[mode] = self._explain(jitted)
-            self.compiled[mode, cold] = traced.lower().compile()
-        return self.compiled[mode, cold]
+            self.traced[mode] = sorted(set(pallas_names(traced.jaxpr)))
+            self.explained[mode] = self._explain(jitted)
+            self.compiled[mode] = traced.lower().compile()
+        return self.compiled[mode]
 
     def _arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments of one call: the inputs that it keeps, and copies of those that it may update in place."""
@@ -194,42 +192,39 @@ class JaxRuntime(Runtime):
         ours = sys.modules.get("dormouse_jax")
         return [] if ours is None else [str(call) for call in ours.explain(jitted, *self._arguments())]
 
-    def _after_flush(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` behind a kernel that writes 4x the L2, ordered by an optimization barrier, in one computation."""
-        import jax.numpy as jnp
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import triton as pltr
+    def _compiled_flush(self) -> Any:
+        """A program of one kernel that writes 4x the L2. What is launched after it, on the same stream, starts cold."""
+        if self.flush is None:
+            import jax.numpy as jnp
+            from jax.experimental import pallas as pl
+            from jax.experimental.pallas import triton as pltr
 
-        size = flush_elements(device.l2_bytes())
+            size = flush_elements(device.l2_bytes())
 
-        def body(out_ref):
-            out_ref[...] = jnp.full((_FLUSH_BLOCK,), pl.program_id(0), jnp.float32)
+            def body(out_ref):
+                out_ref[...] = jnp.full((_FLUSH_BLOCK,), pl.program_id(0), jnp.float32)
 
-        flush = pl.pallas_call(
-            body,
-            grid=(size // _FLUSH_BLOCK,),
-            out_specs=pl.BlockSpec((_FLUSH_BLOCK,), lambda i: (i,)),
-            out_shape=self.jax.ShapeDtypeStruct((size,), jnp.float32),
-            compiler_params=pltr.CompilerParams(num_warps=8, num_stages=1),
-            name=FLUSH_NAME,
-        )
-
-        def cold(inputs):
-            inputs, written = self.jax.lax.optimization_barrier((inputs, flush()))
-            return function(inputs), written
-
-        return cold
+            flush = pl.pallas_call(
+                body,
+                grid=(size // _FLUSH_BLOCK,),
+                out_specs=pl.BlockSpec((_FLUSH_BLOCK,), lambda i: (i,)),
+                out_shape=self.jax.ShapeDtypeStruct((size,), jnp.float32),
+                compiler_params=pltr.CompilerParams(num_warps=8, num_stages=1),
+                name=FLUSH_NAME,
+            )
+            self.flush = self.jax.jit(flush).lower().compile()
+        return self.flush
 
     def prepare(self, mode: str) -> dict[str, Any]:
         start = time.perf_counter()
-        compiled = self._compile(mode, False)
+        compiled = self._compile(mode)
         compile_s = time.perf_counter() - start
         memory, output = _jax_memory(compiled)
         self._refuse_huge(memory + output)
         cold_error = ""
         if self.gpu:
             try:
-                self._compile(mode, True)
+                self._compiled_flush()
             except Exception as error:  # the warm time is still worth having; the row says why cold is missing
                 cold_error = one_line(error)
         out = self.jax.block_until_ready(compiled(*self._arguments()))
@@ -258,7 +253,7 @@ class JaxRuntime(Runtime):
             raise Unsupported(f"needs {size / 1e9:.0f} GB beyond its inputs, the limit is {limit / 1e9:.0f} GB")
 
     def outputs(self, mode: str) -> Mapping[str, Any]:
-        return self._compile(mode, False)(*self._arguments())
+        return self._compile(mode)(*self._arguments())
 
     def repeat(self, mode: str, n: int) -> int:
         jax = self.jax
@@ -276,7 +271,7 @@ class JaxRuntime(Runtime):
 
     def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
         if what == "wall":
-            compiled, ms = self._compile(mode, False), []
+            compiled, ms = self._compile(mode), []
             for _ in range(n):
                 arguments = self._arguments()
                 start = time.perf_counter()
@@ -287,10 +282,11 @@ class JaxRuntime(Runtime):
             raise Unsupported("no device timer without a GPU")
         from jax.experimental.mosaic.gpu import profiler
 
-        compiled = self._compile(mode, what == "device_cold")
-        if self.operator.updated:
+        compiled, cold = self._compile(mode), what == "device_cold"
+        if cold or self.operator.updated:
             # It calls once to warm up, and always with the same arguments: those of each call are made beforehand.
-            calls_of = _OneAfterTheOther(compiled, [self._arguments() for _ in range(n + 1)])
+            arguments = [self._arguments() for _ in range(n + 1)]
+            calls_of = _OneAfterTheOther(compiled, arguments, self._compiled_flush() if cold else None)
             _, timings = profiler.measure(calls_of, aggregate=False, iterations=n)()
         else:
             _, timings = profiler.measure(compiled, aggregate=False, iterations=n)(*self._arguments())
@@ -298,7 +294,7 @@ class JaxRuntime(Runtime):
             raise Unsupported("CUPTI recorded no kernels")
         calls: Any = timings if n > 1 else [timings]
         calls = [[(str(name), float(ms)) for name, ms in call] for call in calls]
-        if what == "device_cold":
+        if cold:
             if not all(any(FLUSH_NAME in name for name, _ in call) for call in calls):
                 raise Unsupported("the L2 flush is not among the kernels")
             calls = [[(name, ms) for name, ms in call if FLUSH_NAME not in name] for call in calls]
@@ -306,16 +302,18 @@ class JaxRuntime(Runtime):
 
 
 class _OneAfterTheOther:
-    """A compiled function whose every call takes the next of some arguments.
+    """A compiled function whose every call takes the next of some arguments, and launches `first` before it.
 
     It passes for a `jax.stages.Wrapped`, which the profiler calls as it is: anything else it puts through `jax.jit`,
     and then the function runs while it is traced, and never again.
     """
 
-    def __init__(self, compiled: Any, arguments: list[tuple[Any, ...]]):
-        self.compiled, self.arguments = compiled, arguments
+    def __init__(self, compiled: Any, arguments: list[tuple[Any, ...]], first: Any = None):
+        self.compiled, self.arguments, self.first = compiled, arguments, first
 
     def __call__(self) -> Any:
+        if self.first is not None:
+            self.first()
         return self.compiled(*self.arguments.pop())
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:

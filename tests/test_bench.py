@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from absl.testing import absltest, parameterized
+from jax import stages
 from jax.experimental.mosaic.gpu import profiler
 
 from bench import (
@@ -38,6 +39,7 @@ from bench import (
     results,
     roofline,
     runtimes,
+    spec,
     stats,
     toy,
     verdict,
@@ -406,16 +408,41 @@ class KdaOperatorTest(parameterized.TestCase):
 
 
 class DecodingTest(absltest.TestCase):
-    def test_the_profiler_calls_a_function_of_fresh_arguments_itself(self):
-        calls: list[int] = []
+    def sampled(self, op: str, what: str) -> tuple[dict[str, Any], list[str]]:
+        """What `sample` makes of three calls of the reference, and what was launched while CUPTI listened."""
+        (case,) = kda_step.cases(["cpu"]) if op == "kda_step" else kda.cases(op, [], shape="1,4,1,16")
+        arms = kda_step.arms("bfloat16") if op == "kda_step" else kda.arms("float32")
+        operator = spec.operator(op)
+        runtime = runtimes.JaxRuntime(operator, case, arms["xla"], operator.inputs(case))
+        mode = "decode" if op == "kda_step" else "fwd"
+        compiled, launched = runtime._compile(mode), []
+
+        def call(*arguments):
+            launched.append("kernel")
+            return compiled(*arguments)
+
+        class Compiled(stages.Compiled):  # which the profiler calls as it is
+            def __init__(self):
+                pass
+
+            __call__ = staticmethod(call)
+
+        runtime.compiled[mode], runtime.gpu = Compiled(), True
+        runtime.flush = lambda: launched.append(runtimes.FLUSH_NAME)
         cupti = types.SimpleNamespace(
-            _cupti_init=calls.clear, _cupti_get_timings=lambda finalize: [("kernel", 1.0)] * len(calls)
+            _cupti_init=launched.clear, _cupti_get_timings=lambda finalize: [(name, 1.0) for name in launched]
         )
         library = types.SimpleNamespace(_mosaic_gpu_ext=cupti)
-        function = runtimes._OneAfterTheOther(calls.append, [(i,) for i in range(4)])
         with unittest.mock.patch.object(profiler, "mosaic_gpu_lib", library):
-            _, timings = profiler.measure(function, aggregate=False, iterations=3)()
-        self.assertEqual((calls, timings), ([2, 1, 0], [[("kernel", 1.0)]] * 3))
+            return runtime.sample(mode, what, 3), launched
+
+    def test_calls_are_launched_while_the_profiler_listens_each_behind_a_flush_where_it_is_cold(self):
+        for op in ("kda", "kda_step"):
+            with self.subTest(op):
+                found, launched = self.sampled(op, "device_warm")
+                self.assertEqual((found["ms"], launched), ([1.0] * 3, ["kernel"] * 3))
+                found, launched = self.sampled(op, "device_cold")
+                self.assertEqual((found["ms"], launched), ([1.0] * 3, [runtimes.FLUSH_NAME, "kernel"] * 3))
 
     def test_the_floor_is_the_state_read_once_and_written_once_and_the_inputs(self):
         (case,) = kda_step.cases(["batch64"])
