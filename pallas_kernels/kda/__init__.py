@@ -48,13 +48,37 @@ def forward(
 ):  # fmt: skip
     """Returns o [B, T, HV, V] in q's dtype, final_state [N, HV, K, V] in float32, and Residuals: all with save=True."""
     common = {"precision": precision, "config": config, "interpret": interpret}
-    prepared, _ = _forward.prepare(
+    prepared = _prepare(
         q, k, v, g, erase, write, A_log, dt_bias, starts, scale=scale, raw=raw, packing=packing, **common
     )
     maps = _forward.segment_maps(prepared, q, v, erase, **common)
     o, final, states = _run_states(prepared, maps, initial_state, q, v, erase, save=save, packing=packing, **common)
     saved = (prepared, states, maps) if states is not None else None
     return o, final, Residuals((prepared.P, prepared.M, prepared.norms), saved)
+
+
+def _prepare(
+    q, k, v, g, erase, write, A_log, dt_bias, starts, *, scale, precision, config: KdaConfig, interpret, raw, packing,
+    matrices=None,
+) -> _forward.Prepared:  # fmt: skip
+    """`prepare` of the configuration's backend."""
+    if config.chunks == "triton":
+        return _forward.prepare(
+            q, k, v, g, erase, write, A_log, dt_bias, starts,
+            scale=scale, precision=precision, config=config, interpret=interpret, raw=raw, packing=packing,
+            matrices=matrices,
+        )[0]  # fmt: skip
+    if write is not None or any(dataclasses.astuple(raw)) or starts is not None or packing is not None:
+        raise ValueError("the Hopper kernels of one chunk are for KDA, with no raw inputs and no packed sequences")
+    from pallas_kernels.kda import mosaic_chunks, mosaic_prepare
+
+    arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
+    if matrices is None:
+        P, M, W, Qhat, Ktil, Y, decay = mosaic_prepare.prepare(*arguments, **options)
+    else:
+        P, M, _ = matrices
+        W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(*arguments, (P, M), **options)
+    return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
 
 
 def _run_states(prepared, maps, *arrays, precision, config: KdaConfig, interpret, save, with_output=True, packing=None):
@@ -88,22 +112,8 @@ def backward(
     """
     common = {"precision": precision, "config": config, "interpret": interpret}
     of_inputs = {"scale": scale, "raw": raw, "packing": packing, **common}
-    hopper = None
-    if config.chunks == "mosaic":
-        if write is not None or any(dataclasses.astuple(raw)) or starts is not None or packing is not None:
-            raise ValueError("the Hopper kernels of one chunk are for KDA, with no raw inputs and no packed sequences")
-        from pallas_kernels.kda import mosaic_chunks as hopper
     if residuals.saved is None:
-        if hopper is not None:
-            P, M, _ = residuals.matrices
-            W, Qhat, Ktil, Y, decay = hopper.prepare(
-                q, k, v, g, erase, (P, M), scale=scale, config=config, interpret=interpret
-            )
-            prepared = _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
-        else:
-            prepared, _ = _forward.prepare(
-                q, k, v, g, erase, write, A_log, dt_bias, starts, matrices=residuals.matrices, **of_inputs
-            )
+        prepared = _prepare(q, k, v, g, erase, write, A_log, dt_bias, starts, matrices=residuals.matrices, **of_inputs)
         maps = _forward.segment_maps(prepared, q, v, erase, **common)
         _, _, states = _run_states(
             prepared, maps, initial_state, q, v, erase, save=True, with_output=False, packing=packing, **common
@@ -120,8 +130,10 @@ def backward(
         dS, dU, dinitial = _backward.run_states_bwd(
             prepared, maps, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
         )
-    if hopper is not None:
-        grads = hopper.gradients(
+    if config.chunks == "mosaic":
+        from pallas_kernels.kda import mosaic_chunks
+
+        grads = mosaic_chunks.gradients(
             prepared, states, dS, dU, q, k, v, g, erase, do, scale=scale, config=config, interpret=interpret
         )
         return *grads, None, None, None, dinitial

@@ -27,8 +27,8 @@ class KdaConfig:
       hopper_stages: chunks whose tiles the Hopper kernels have in shared memory or on their way there.
       state_warps, state_stages: warps and pipeline stages of the serial forward kernel.
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
-      chunks: the backend of the backward's kernels of one chunk: "triton", or "mosaic" for Hopper, which no GPU has run
-        yet and no row of the table has.
+      chunks: the backend of the kernels of one chunk: "triton", or "mosaic" for Hopper, where prepare_warps, k_tile and
+        grads_warps play no part. No GPU has run those yet, and no row of the table has them.
       grads_warps: warps of the kernel that forms the gradients.
       k_tile: key channels that one program of that kernel holds.
       segments: into how many parts a sequence may be split, so that few heads fill the card; each part then acts on

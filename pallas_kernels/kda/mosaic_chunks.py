@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
 from pallas_kernels.kda.config import BLOCK, KdaConfig
-from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, exp, tile_scratch
+from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, beta_rows, check_sizes, exp, tile_scratch
 from pallas_kernels.kda.sizes import Sizes
 
 
@@ -253,19 +253,6 @@ def _kda_prepare(
     bm.finish_copies_out()
 
 
-def _beta_rows(beta: jax.Array, sizes: Sizes) -> jax.Array:
-    """beta [B, T, HV] as [B * HV, NT, C] in float32, zeros behind the last token: copies take whole rows."""
-    padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, sizes.nt * sizes.C - sizes.T), (0, 0)))
-    return padded.swapaxes(1, 2).reshape(sizes.B * sizes.HV, sizes.nt, sizes.C)
-
-
-def _check(sizes: Sizes, *arrays: jax.Array) -> None:
-    if sizes.K not in (64, 128) or sizes.V not in (64, 128, 256) or sizes.H != sizes.HV or sizes.T % 8:
-        raise ValueError(f"the Hopper kernels of one chunk do not take {sizes}")
-    if not all(x.dtype == jnp.bfloat16 for x in arrays):
-        raise ValueError(f"the Hopper kernels of one chunk take bfloat16, got {[str(x.dtype) for x in arrays]}")
-
-
 def prepare(q, k, v, g, beta, matrices, *, scale, config: KdaConfig, interpret):
     """Runs the Hopper `kda_prepare` on P and M of an earlier run; returns W, Qhat, Ktil, Y and decay as
     `forward.Prepared` has them.
@@ -275,10 +262,10 @@ def prepare(q, k, v, g, beta, matrices, *, scale, config: KdaConfig, interpret):
         multiple of 8.
     """
     sizes = Sizes.of(q, v, beta, config)
-    _check(sizes, q, k, v)
+    check_sizes(sizes, q, k, v)
     heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
     op, shape = q.dtype, jax.ShapeDtypeStruct
-    inputs = [q, k, v, g.astype(jnp.float32), _beta_rows(beta, sizes), matrices[1].astype(op)]
+    inputs = [q, k, v, g.astype(jnp.float32), beta_rows(beta, sizes), matrices[1].astype(op)]
     outputs = [shape((heads, nt, C, bk), op)] * 3
     outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
     scratch: dict[str, Any] = {
@@ -308,7 +295,7 @@ def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: 
         multiple of 8.
     """
     sizes = Sizes.of(q, v, beta, config)
-    _check(sizes, q, k, v, do)
+    check_sizes(sizes, q, k, v, do)
     heads, C, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bv, sizes.nt
     tiles, op, shape = sizes.bk // ROWS, prepared.W.dtype, jax.ShapeDtypeStruct
     padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, nt * C - sizes.T), (0, 0)))

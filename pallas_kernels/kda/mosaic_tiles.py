@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.config import BLOCK
+from pallas_kernels.kda.sizes import Sizes
 
 ROWS = 64  # Of a tile: the rows of one product of the tensor cores.
 LOG2_E = 1.4426950408889634
@@ -25,6 +26,20 @@ def tile_scratch(C: int, op: Any, interpret: bool) -> dict[str, Any]:
     """Shared memory that `Tiles` needs: `masks`, and in interpret mode `left_a`, `left_b`."""
     masks = {"masks": bm.tiles((-(-4 * C // ROWS), ROWS, C), op, 2 * C)}
     return masks | ({f"left_{name}": bm.rows((ROWS, C), op) for name in "ab"} if interpret else {})
+
+
+def beta_rows(beta: jax.Array, sizes: Sizes) -> jax.Array:
+    """beta [B, T, HV] as [B * HV, NT, C] in float32, zeros behind the last token: copies take whole rows."""
+    padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, sizes.nt * sizes.C - sizes.T), (0, 0)))
+    return padded.swapaxes(1, 2).reshape(sizes.B * sizes.HV, sizes.nt, sizes.C)
+
+
+def check_sizes(sizes: Sizes, *arrays: jax.Array) -> None:
+    """Raises ValueError for what the Hopper kernels of one chunk do not take."""
+    if sizes.K not in (64, 128) or sizes.V not in (64, 128, 256) or sizes.H != sizes.HV or sizes.T % 8:
+        raise ValueError(f"the Hopper kernels of one chunk do not take {sizes}")
+    if not all(x.dtype == jnp.bfloat16 for x in arrays):
+        raise ValueError(f"the Hopper kernels of one chunk take bfloat16, got {[str(x.dtype) for x in arrays]}")
 
 
 class Tiles:
