@@ -54,7 +54,7 @@ def launch(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name=name,
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(*inputs)
 
 
