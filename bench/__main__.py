@@ -2,5 +2,6 @@
 
 print(
     "python -m bench.kda | bench.quick | bench.run_all --out DIR | bench.verdict DIR | "
-    "bench.gate DIR --baseline FILE | bench.plot DIR | bench.readme | bench.tune | bench.options | bench.crosscheck"
+    "bench.gate DIR --baseline FILE | bench.plot DIR | bench.readme | bench.tune | bench.options | bench.crosscheck | "
+    "bench.compile_gate"
 )

@@ -16,6 +16,15 @@ OLDEST_CAPABILITY = 8.0  # of Pallas's Triton backend
 HOPPER = "9.0"  # the only compute capability with the instructions of our Mosaic GPU kernels
 HOPPER_CARDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
 
+# Bytes of shared memory that a block can have, by compute capability, and by kind where that is not known. What is in
+# neither table is taken for a consumer card.
+BLOCK_SHARED = {"8.0": 166912, "8.7": 166912} | dict.fromkeys(("9.0", "10.0", "10.1", "10.3", "11.0"), 232448)
+BLOCK_SHARED_OF_KIND = dict.fromkeys(("NVIDIA A100", "NVIDIA A800", "NVIDIA A30"), 166912)
+BLOCK_SHARED_OF_KIND |= dict.fromkeys(
+    (*HOPPER_CARDS, "NVIDIA B200", "NVIDIA GB200", "NVIDIA B300", "NVIDIA GB300"), 232448
+)
+CONSUMER_SHARED = 101376
+
 # What no GPU has held to the float64 oracle yet. It is not chosen there, though interpret mode runs it; an entry goes
 # once the tests, which lift this, have passed on one.
 UNPROVEN = {
@@ -61,6 +70,14 @@ class Device(NamedTuple):
     @property
     def is_nvidia(self) -> bool:
         return self.platform == "gpu" and self.kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
+
+    @property
+    def block_shared(self) -> int:
+        """Bytes of shared memory that a block can have at least, on an NVIDIA GPU that the kernels support."""
+        if self.compute_capability is not None:
+            return BLOCK_SHARED.get(self.compute_capability, CONSUMER_SHARED)
+        kinds = [size for kind, size in BLOCK_SHARED_OF_KIND.items() if self.kind.startswith(kind)]
+        return kinds[0] if kinds else CONSUMER_SHARED
 
 
 def device_of(*arrays: jax.Array) -> Device:

@@ -333,7 +333,8 @@ def _kernel_config(
     require_triton(device, interpret)
     try:
         kernels = _kernels()
-        config = kernels.choose_config(device.kind, **sizes)
+        shared = None if interpret else device.block_shared
+        config = kernels.choose_config(device.kind, block_shared=shared, **sizes)
     except (ImportError, ValueError) as reason:
         raise NotImplementedError(str(reason)) from reason
     triton = dataclasses.replace(config, serial="triton")

@@ -543,6 +543,39 @@ class DispatchTest(parameterized.TestCase):
         self.assertRegex(dict(found.passed_over).get("pallas_mosaic", ""), reason or "^$")
         self.assertEqual((named.implementation, named.config.serial), ("pallas_triton", "triton"))
 
+    @parameterized.named_parameters(
+        ("rtx_4090", "NVIDIA GeForce RTX 4090", "8.9", 101376),
+        ("rtx_5090_in_a_mesh", "NVIDIA GeForce RTX 5090", None, 101376),
+        ("a100", "NVIDIA A100-SXM4-80GB", "8.0", 166912),
+        ("a100_in_a_mesh", "NVIDIA A100-SXM4-80GB", None, 166912),
+        ("h200_in_a_mesh", "NVIDIA H200", None, 232448),
+        ("b200", "NVIDIA B200", "10.0", 232448),
+    )
+    def test_a_chunk_that_needs_more_shared_memory_than_a_card_has_is_refused(self, kind, capability, shared):
+        gpu = dispatch.Device("gpu", kind, capability)
+        self.assertEqual(gpu.block_shared, shared)
+        p = helpers.problem("kda", helpers.Shape(T=64, K=256, V=256), state=False)
+
+        def find(**options):
+            return dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, **options))[0]
+
+        with (
+            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
+            unittest.mock.patch.dict(dispatch.UNPROVEN, clear=True),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            self.assertEqual(find().implementation, "pallas_triton")
+            self.assertEqual(find(chunk_size=16).implementation, "pallas_triton")
+            large = find(chunk_size=32)
+            if shared >= 154624:
+                self.assertEqual(large.implementation, "pallas_triton")
+                return
+            self.assertEqual(large.implementation, "xla")
+            self.assertIn("takes up to 154624 bytes of shared memory", dict(large.passed_over)["pallas_triton"])
+            with self.assertRaisesRegex(NotImplementedError, f"block can have 101376 on {kind}"):
+                find(chunk_size=32, implementation="pallas")
+
     def test_what_no_gpu_has_shown_to_be_right_is_not_chosen_there(self):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)

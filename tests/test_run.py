@@ -147,8 +147,8 @@ class RunTest(parameterized.TestCase):
         status, output = self.call("test", "-k", "a b")
         self.assertEqual((status, output), (0, ""))
         self.assertLen(self.asked("-m pip install"), 1)
-        # One interpreter to see that the environment works, one to do what was asked.
-        self.assertLen(self.asked("")[started:], 2)
+        # One interpreter to see that the environment works, one for the compile gate's tools, one to do what was asked.
+        self.assertLen(self.asked("")[started:], 3)
         self.assertIn(f"{self.root} -m pytest", self.asked("-m pytest")[-1])
         self.assertEndsWith(self.asked("-m pytest")[-1], " -k a b")
 
@@ -160,6 +160,21 @@ class RunTest(parameterized.TestCase):
         without, with_gpu = self.asked("-m pytest")
         self.assertIn(" -n auto ", without)
         self.assertNotIn(" -n ", with_gpu)
+
+    def test_tools_of_the_compile_gate_are_for_machines_without_a_gpu(self):
+        self.add_python()
+        self.call("test")
+        self.assertLen(self.asked("-m bench.compile_gate --install"), 1)
+        self.add_nvidia_smi("580.95.05", "13.0")
+        self.call("test")
+        self.assertLen(self.asked("-m bench.compile_gate --install"), 1)
+
+    def test_gate_and_measured_pass_their_arguments_on(self):
+        self.add_python()
+        self.assertEqual(self.call("gate", "--card=h200")[0], 0)
+        self.assertEqual(self.asked("-m bench"), [f"{self.root} -m bench.compile_gate --card=h200"])
+        self.assertEqual(self.call("measured", "-k", "x")[0], 0)
+        self.assertEndsWith(self.asked("-m pytest")[-1], " -k x")
 
     def test_bench_runs_in_the_folder_of_the_caller(self):
         self.add_python()

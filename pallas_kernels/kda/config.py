@@ -12,6 +12,9 @@ from pallas_kernels.backend_triton import PRECISIONS, ceil_pow2
 BLOCK = 16  # Rows of a diagonal block: the smallest tile of the tensor cores, and the reach of one anchor of the decay.
 MAX_DIM = 256
 MIN_SEGMENT = 8  # Chunks: below it the two more launches cost what the split gains.
+# Bytes of shared memory that a block of the serial Triton kernels takes with float32 operands, 32 tokens a chunk and K
+# above 128, as the compiler counts them. No row of the table is so large; what the rows take fits every card.
+LARGEST_SHARED = 154624
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,7 @@ def choose_config(
     precision: str,
     chunk_size: int | None = None,
     packed: bool = False,
+    block_shared: int | None = None,
 ) -> KdaConfig:
     """The configuration for a call, read from configs.json without timing anything.
 
@@ -105,9 +109,10 @@ def choose_config(
       precision: "fp32", "tf32" or "16bit".
       chunk_size: the chunk size the caller insists on, or None.
       packed: whether sequences are packed: none is split then.
+      block_shared: bytes of shared memory that a block can have on the device; None where it does not matter.
 
     Raises:
-      ValueError: for sizes or a precision outside of what the kernels serve.
+      ValueError: for sizes or a precision outside of what the kernels serve, or shared memory that the device lacks.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
@@ -124,7 +129,14 @@ def choose_config(
     config = KdaConfig(**row["config"])
     v_tile = min(config.v_tile, max(BLOCK, ceil_pow2(V)))
     config = dataclasses.replace(config, v_tile=v_tile, segments=1 if packed else config.segments)
-    return config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
+    config = config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
+    large = precision != "16bit" and config.chunk_size == 32 and K > 128
+    if large and block_shared is not None and block_shared < LARGEST_SHARED:
+        raise ValueError(
+            f"chunk_size=32 takes up to {LARGEST_SHARED} bytes of shared memory with float32 inputs and K={K}, and a "
+            f"block can have {block_shared} on {device_kind}; chunk_size=16, the default there, fits"
+        )
+    return config
 
 
 def hopper_refusal(*, K: int, V: int, T: int, precision: str, packed: bool = False) -> str | None:

@@ -1,0 +1,229 @@
+"""Operator calls that between them launch every kernel in every configuration that the dispatch can choose on a card.
+
+They follow from the tables of configurations, through the functions that the dispatch chooses by: sizes are scanned,
+and one call is kept for each configuration found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from bench.compile_target import Card
+from pallas_kernels import gemm as gemm_kernels
+from pallas_kernels import kda as kda_kernels
+from pallas_kernels.backend_triton import ceil_pow2
+from pallas_kernels.kda.config import MAX_DIM
+
+PRECISIONS = (("bfloat16", "16bit"), ("float16", "16bit"), ("float32", "fp32"), ("float32", "tf32"))
+LEAST_PADDED = 16  # the kernels' smallest tile
+TOKENS, ODD_TOKENS = 4096, 1003
+HEADS = 2  # value heads, of one query/key head
+MANY = 256  # batch times value heads: more than any limit in the tables
+# The dim at which a chunk size that the caller insists on is compiled too: it is no row of the table. In TF32 it is the
+# largest, where it takes more shared memory than some cards have; others have room to spare.
+CHUNKED_DIM = {"16bit": 128, "fp32": 128, "tf32": 256}
+GEMM_SIZES = (16, 64, 256, 1024, 1280, 2048, 3072, 5120, 8192)
+GEMM_DEPTHS = (512, 2048, 8192)
+GEMM_ODD = (1003, 515, 517)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: the operator, its result and, with `backward`, the gradients of all arrays.
+
+    Attributes:
+      operator: name in `dormouse_jax`.
+      title: what sets it apart from the card's other cases.
+      dtype: of the main inputs.
+      arrays: name -> (shape, dtype).
+      options: the call's other arguments.
+      backward: whether it is differentiated.
+      fast: whether it belongs to the subset that every run of the tests compiles.
+    """
+
+    operator: str
+    title: str
+    dtype: str
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+    options: dict[str, Any]
+    backward: bool = True
+    fast: bool = False
+
+
+def cases(card: Card) -> list[Case]:
+    """The calls for a card, the same in every process."""
+    found = [*_delta_rule(card), *_steps(), *_gemm(card)]
+    titles = [case.title for case in found]
+    repeated = {title for title in titles if titles.count(title) > 1}
+    if repeated:
+        raise AssertionError(f"two cases are called {sorted(repeated)}")
+    return found
+
+
+# kda and gdn2
+
+
+def _delta_rule(card: Card) -> Iterator[Case]:
+    for dtype, precision in PRECISIONS:
+        common: dict[str, Any] = {"dtype": dtype, "precision": precision}
+        if dtype == "float16":  # it takes bfloat16's configurations
+            yield _kda_case("kda", K=64, V=64, batch_heads=MANY, fast=True, **common)
+            continue
+        for dim, batch_heads in _kda_sizes(card, precision):
+            fast = (dim, batch_heads) == (64, MANY)
+            yield _kda_case("kda", K=dim, V=dim, batch_heads=batch_heads, fast=fast, **common)
+            # What is chosen for another backend, asked for by name.
+            if card.is_hopper and _kda_config(card, precision, dim, batch_heads).serial == "mosaic":
+                options: dict[str, Any] = {"implementation": "pallas_triton"}
+                yield _kda_case("kda", "triton", K=dim, V=dim, batch_heads=batch_heads, **options, **common)
+        dim = CHUNKED_DIM[precision]
+        chosen = _kda_config(card, precision, dim, MANY).chunk_size
+        for chunk_size in {16, 32} - {chosen} if precision != "tf32" or card.block_shared < 200_000 else ():
+            sizes: dict[str, Any] = {"K": dim, "V": dim, "batch_heads": MANY}
+            yield _kda_case("kda", f"chunk {chunk_size}", chunk_size=chunk_size, **sizes, **common)
+        if precision != "tf32":
+            dim = 128 if precision == "16bit" else 64
+            sizes: dict[str, Any] = {"K": dim, "V": dim, "batch_heads": MANY}
+            yield _kda_case("kda", "raw", raw=True, **sizes, **common)
+            yield _kda_case("kda", "saving", saving=True, **sizes, **common)
+            if precision == "16bit":
+                yield _kda_case("kda", "packed", packed=True, **sizes, **common)
+            yield _kda_case("gdn2", **sizes, **common)
+            sizes: dict[str, Any] = {"K": dim - 28, "V": dim // 2 + 8, "batch_heads": MANY, "tokens": ODD_TOKENS}
+            yield _kda_case("kda", "odd", **sizes, **common)
+
+
+def _kda_config(card: Card, precision: str, dim: int, batch_heads: int) -> Any:
+    return kda_kernels.choose_config(card.kind, K=dim, V=dim, T=TOKENS, batch_heads=batch_heads, precision=precision)
+
+
+def _kda_sizes(card: Card, precision: str) -> list[tuple[int, int]]:
+    """(dim, batch heads) of which the kernels are different ones: the largest of each configuration, and the smallest
+    dim in 16 bit or where it has a row of its own."""
+    found: dict[Any, tuple[int, int]] = {}
+    for dim, batch_heads in itertools.product(range(40, MAX_DIM + 1, 8), range(HEADS, MANY + 1, HEADS)):
+        config = _kda_config(card, precision, dim, batch_heads)
+        found[config, max(128, ceil_pow2(dim))] = dim, batch_heads
+    # A small V gets a tile of its size, from any row.
+    small, larger = (dataclasses.replace(_kda_config(card, precision, n, MANY), v_tile=16) for n in (LEAST_PADDED, 64))
+    smallest = [(LEAST_PADDED, MANY)] if precision == "16bit" or small != larger else []
+    return [*smallest, *dict.fromkeys(found.values())]
+
+
+def _kda_case(
+    operator: str,
+    what: str = "",
+    *,
+    dtype: str,
+    precision: str,
+    K: int,
+    V: int,
+    batch_heads: int,
+    tokens: int = TOKENS,
+    raw: bool = False,
+    saving: bool = False,
+    packed: bool = False,
+    fast: bool = False,
+    **options: Any,
+) -> Case:
+    # Few heads and a large batch: programs depend on the number of heads, but not on the batch.
+    B, HV, H = batch_heads // HEADS, HEADS, 1
+    head = (1, B * tokens) if packed else (B, tokens)
+    f32 = "float32"
+    arrays: dict[str, Any] = dict.fromkeys("qk", ((*head, H, K), dtype)) | {"v": ((*head, HV, V), dtype)}
+    arrays["g"] = (*head, HV, K), dtype if raw else f32
+    if operator == "kda":
+        arrays["beta"] = (*head, HV), dtype if raw else f32
+    else:
+        arrays |= {"erase": ((*head, HV, K), f32), "write": ((*head, HV, V), f32)}
+    if raw:
+        arrays |= {"A_log": ((HV,), f32), "dt_bias": ((HV * K,), f32)}
+        options |= dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+    if packed:
+        arrays["cu_seqlens"] = (B + 1,), "int32"
+    if saving:
+        options["residuals"] = "save"
+    else:
+        arrays["initial_state"] = (B, HV, K, V), f32
+        options["output_final_state"] = True
+    options["precision"] = precision
+    size = f"K={K} V={V} heads={batch_heads}"
+    title = " ".join(word for word in (operator, what, dtype, precision, size) if word)
+    return Case(operator, title, dtype, arrays, options, fast=fast)
+
+
+# kda_step
+
+
+def _steps() -> Iterator[Case]:
+    for dtype, dim, raw in itertools.product(
+        ("bfloat16", "float16", "float32"), (16, 64, 100, 128, 256), (False, True)
+    ):
+        B, HV, H = 64, HEADS, 1
+        arrays: dict[str, Any] = dict.fromkeys("qk", ((B, H, dim), dtype)) | {"v": ((B, HV, dim), dtype)}
+        arrays |= {"g": ((B, HV, dim), dtype), "beta": ((B, HV), dtype), "state": ((B, HV, dim, dim), "float32")}
+        options: dict[str, Any] = {}
+        if raw:
+            arrays |= {"A_log": ((HV,), "float32"), "dt_bias": ((HV * dim,), "float32")}
+            names = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+            options = dict.fromkeys(names, True)
+        title = f"kda_step{' raw' if raw else ''} {dtype} K=V={dim}"
+        yield Case("kda_step", title, dtype, arrays, options, backward=False, fast=dim == 128)
+
+
+# gemm
+
+
+def _gemm(card: Card) -> Iterator[Case]:
+    implementations = ["pallas_triton"] + (["pallas_mosaic"] if card.is_hopper else [])
+    for (dtype, precision), implementation in itertools.product(PRECISIONS, implementations):
+        sizes = _gemm_sizes(card, dtype, precision, implementation)
+        if dtype == "float16":
+            sizes = sizes[:1]  # it takes bfloat16's configurations
+        for n, size in enumerate([*sizes, GEMM_ODD]):
+            # Between them: every pair of storage orders, with and without a bias, both output dtypes.
+            sized = {"size": size, "dtype": dtype, "precision": precision, "implementation": implementation}
+            yield _gemm_case(bias=True, fast=n == 0 and dtype != "float16", **sized)
+            if n == 0:
+                yield _gemm_case(transpose_a=True, transpose_b=True, out_dtype="float32", **sized)
+
+
+def _gemm_sizes(card: Card, dtype: str, precision: str, implementation: str) -> list[tuple[int, int, int]]:
+    """(M, N, K) of which the kernels are different ones: the first of each configuration, split or not."""
+    choose = gemm_kernels.choose_mosaic if implementation == "pallas_mosaic" else gemm_kernels.choose_triton
+    found: dict[Any, tuple[int, int, int]] = {}
+    for M, N, K in itertools.product(GEMM_SIZES, GEMM_SIZES, GEMM_DEPTHS):
+        problem = gemm_kernels.Problem(M, N, K, precision, dtype, dtype)
+        config = choose(problem, device_kind=card.kind, cores=card.cores, proven=False)
+        alike = dataclasses.replace(config, split=min(config.split, 2))
+        found.setdefault(alike, (M, N, K))
+    return list(found.values())
+
+
+def _gemm_case(
+    *,
+    size: tuple[int, int, int],
+    dtype: str,
+    precision: str,
+    implementation: str,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    bias: bool = False,
+    out_dtype: str | None = None,
+    fast: bool = False,
+) -> Case:
+    M, N, K = size
+    arrays: dict[str, Any] = {
+        "a": ((K, M) if transpose_a else (M, K), dtype),
+        "b": ((N, K) if transpose_b else (K, N), dtype),
+    }
+    if bias:
+        arrays["bias"] = (N,), "float32"
+    options: dict[str, Any] = {"precision": precision, "implementation": implementation, "out_dtype": out_dtype}
+    options |= {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    order = ("T" if transpose_a else "N") + ("T" if transpose_b else "N")
+    title = f"gemm {implementation.removeprefix('pallas_')} {order} {dtype} {precision} {M}x{N}x{K}"
+    return Case("gemm", title, dtype, arrays, options, fast=fast)
