@@ -69,7 +69,7 @@ def require_cu_seqlens(operator: str, cu_seqlens: Any, B: int, T: int) -> jax.Ar
     check.require_dtype(operator, "cu_seqlens", given, INTEGERS)
     if B != 1:
         raise ValueError(f"{operator}: B must be 1 with cu_seqlens, got q with B = {B}")
-    if isinstance(given, jax.core.Tracer):  # pyright: ignore
+    if isinstance(given, jax.core.Tracer):  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
         return lax.cummax(jnp.clip(given, 0, T).astype(jnp.int32))
     values = np.asarray(given)
     if values[0] != 0:
