@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl.testing import parameterized
 
 import dormouse_jax
 from dormouse_jax import dispatch
@@ -47,6 +50,23 @@ def kernels_run(implementation: str) -> contextlib.AbstractContextManager[None]:
     """A context in which `implementation` can run on this machine."""
     interpret = implementation.startswith("pallas") and not on_gpu()
     return dormouse_jax.interpret_kernels() if interpret else contextlib.nullcontext()
+
+
+def each(*, interpreted=(), few=lambda case: True, **axes):
+    """Named parameters for the product of `axes` and the implementations. Kernels on a GPU take all cases, the
+    references those that `few` says, and interpreted kernels, which compile slowly, those that `interpreted` names."""
+    axes = axes | {"implementation": IMPLEMENTATIONS}
+    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    named = {"_".join(str(value) for value in case.values()): case for case in cases}
+
+    def taken(name, case):
+        if case["implementation"] == "pallas_triton":
+            return on_gpu() or name in interpreted
+        return few(argparse.Namespace(**case))
+
+    return parameterized.named_parameters(
+        {"testcase_name": name} | case for name, case in named.items() if taken(name, case)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Packed sequences, by `cu_seqlens` and by `segment_ids`, for every implementation."""
 
-import argparse
 import dataclasses
 import functools
-import itertools
 
 import hypothesis
 import jax
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 import dormouse_jax
 from tests import helpers
-from tests.helpers import IMPLEMENTATIONS, OPERATORS, Shape
+from tests.helpers import OPERATORS, Shape
 
 SMALL_CHUNKS = {} if helpers.on_gpu() else {"chunk_size": 16}
 SMALL = Shape(T=0, H=1, HV=2, K=20, V=24)
@@ -29,25 +27,8 @@ LENGTHS = {
 }
 
 
-def each(*, interpreted=(), few=lambda case: True, **axes):
-    """Named parameters for the product of `axes` and the implementations. Kernels on a GPU take all cases, the
-    references those that `few` says, and interpreted kernels, which compile slowly, those that `interpreted` names."""
-    axes = axes | {"implementation": IMPLEMENTATIONS}
-    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    named = {"_".join(str(value) for value in case.values()): case for case in cases}
-
-    def taken(name, case):
-        if case["implementation"] == "pallas_triton":
-            return helpers.on_gpu() or name in interpreted
-        return few(argparse.Namespace(**case))
-
-    return parameterized.named_parameters(
-        {"testcase_name": name} | case for name, case in named.items() if taken(name, case)
-    )
-
-
 class CuSeqlensTest(parameterized.TestCase):
-    @each(
+    @helpers.each(
         operator=OPERATORS,
         lengths=tuple(LENGTHS),
         few=lambda c: c.lengths == "of_all_kinds" or c.operator == "kda" and c.implementation == "xla",
@@ -58,7 +39,7 @@ class CuSeqlensTest(parameterized.TestCase):
         got = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each(operator=OPERATORS)
+    @helpers.each(operator=OPERATORS)
     def test_every_sequence_empty(self, operator, implementation):
         for lengths in ((0,), (0, 0, 0)):
             p = helpers.packed(operator, lengths, SMALL)
@@ -70,21 +51,21 @@ class CuSeqlensTest(parameterized.TestCase):
             self.assertEqual((o.shape, state.shape), (got["o"].shape, p.initial_state.shape))
             self.assertFalse(np.any(np.asarray(state)))
 
-    @each(interpreted=("pallas_triton",))
+    @helpers.each(interpreted=("pallas_triton",))
     def test_with_raw_inputs_and_without_a_state(self, implementation):
         p = helpers.raw(helpers.packed("kda", (5, 0, 30, 18), SMALL), "l2norm", "gate", "beta")
         p = dataclasses.replace(p, initial_state=None)
         got = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each(dtype=("bfloat16", "float16"), few=lambda c: c.dtype == "bfloat16")
+    @helpers.each(dtype=("bfloat16", "float16"), few=lambda c: c.dtype == "bfloat16")
     def test_in_16_bit(self, dtype, implementation):
         dtype = jnp.dtype(dtype)
         p = helpers.packed("kda", LENGTHS["of_all_kinds"], LARGE, dtype=dtype, gate_dtype=dtype, decay=0.05)
         got = helpers.value_and_grads(p, implementation)
         helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
-    @each(residuals=("recompute", "save"), few=lambda c: c.implementation == "xla")
+    @helpers.each(residuals=("recompute", "save"), few=lambda c: c.implementation == "xla")
     def test_residual_policies_and_states_with_the_value_axis_first(self, residuals, implementation):
         p = helpers.packed("kda", (5, 0, 30, 18), SMALL)
         want = helpers.oracle(p)
@@ -96,7 +77,7 @@ class CuSeqlensTest(parameterized.TestCase):
             got[name] = jnp.swapaxes(got[name], -1, -2)
         helpers.assert_all_close(got, want)
 
-    @each()
+    @helpers.each()
     def test_one_program_serves_all_packings(self, implementation):
         p = helpers.packed("kda", (5, 0, 30, 18), SMALL)
 
@@ -125,7 +106,7 @@ class CuSeqlensTest(parameterized.TestCase):
             helpers.assert_all_close(got, helpers.oracle(packed))
         self.assertEqual(run._cache_size(), 1)
 
-    @each(interpreted=("pallas_triton",))
+    @helpers.each(interpreted=("pallas_triton",))
     def test_not_a_number_stays_in_its_sequence(self, implementation):
         p = helpers.packed("kda", (18, 0, 21, 17), SMALL)
         clean = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
@@ -143,7 +124,7 @@ class CuSeqlensTest(parameterized.TestCase):
         self.assertTrue(np.isnan(got["final_state"][1:3]).all())
         helpers.assert_same_bits({"empty": got["dinitial_state"][1]}, {"empty": p.dfinal_state[1]})
 
-    @each()
+    @helpers.each()
     def test_two_calls_with_the_states_carried_equal_one(self, implementation):
         first, second = (7, 33, 0), (20, 0, 18)
         whole = helpers.packed("kda", tuple(a + b for a, b in zip(first, second, strict=True)), SMALL)
@@ -163,7 +144,7 @@ class CuSeqlensTest(parameterized.TestCase):
         )
         helpers.assert_close(state, want["final_state"], rms=2e-6)
 
-    @each()
+    @helpers.each()
     def test_later_tokens_and_sequences_change_nothing_before_them(self, implementation):
         p = helpers.packed("kda", (18, 21, 17), SMALL)
         other = helpers.packed("kda", (18, 21, 17), SMALL, seed=5, decay=20.0)
@@ -176,7 +157,7 @@ class CuSeqlensTest(parameterized.TestCase):
             results.append({"o": o[:, :30]})
         helpers.assert_same_bits(*results)
 
-    @each(interpreted=("pallas_triton",))
+    @helpers.each(interpreted=("pallas_triton",))
     def test_any_packing_and_any_gates(self, implementation):
         # A failing case is not made smaller: that takes minutes, and its packing can be read.
         @hypothesis.settings(
@@ -228,7 +209,7 @@ class SegmentIdsTest(parameterized.TestCase):
         ids[0, 4], ids[:, -1] = 7, 9
         return ids.astype(np.int32)
 
-    @each(operator=OPERATORS, interpreted=("kda_pallas_triton",))
+    @helpers.each(operator=OPERATORS, interpreted=("kda_pallas_triton",))
     def test_against_the_oracle(self, operator, implementation):
         shape = (
             Shape(T=300, B=2, H=2, HV=4, K=128, V=100) if helpers.on_gpu() else dataclasses.replace(SMALL, B=2, T=39)
@@ -238,7 +219,7 @@ class SegmentIdsTest(parameterized.TestCase):
         got = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each(interpreted=("pallas_triton",))
+    @helpers.each(interpreted=("pallas_triton",))
     def test_with_raw_inputs(self, implementation):
         p = helpers.problem("kda", dataclasses.replace(SMALL, B=2, T=39))
         p = helpers.raw(p, "l2norm", "gate", "beta")
@@ -246,7 +227,7 @@ class SegmentIdsTest(parameterized.TestCase):
         got = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each()
+    @helpers.each()
     def test_one_segment_is_no_packing(self, implementation):
         p = helpers.problem("kda", dataclasses.replace(SMALL, B=2, T=39))
         want = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)

@@ -1,8 +1,6 @@
 """Raw gates, beta, queries and keys: the options `use_..._in_kernel`, for every implementation."""
 
-import argparse
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import dormouse_jax
 from dormouse_jax import gates
 from tests import helpers
-from tests.helpers import IMPLEMENTATIONS, OPERATORS, Shape
+from tests.helpers import OPERATORS, Shape
 
 SMALL_CHUNKS = {} if helpers.on_gpu() else {"chunk_size": 16}
 SMALL = Shape(B=2, T=39, H=1, HV=2, K=20, V=24)
@@ -36,25 +34,8 @@ def for_operator(operator, names):
     return tuple(name for name in names if operator == "kda" or not name.startswith("beta"))
 
 
-def each(*, interpreted=(), few=lambda case: True, **axes):
-    """Named parameters for the product of `axes` and the implementations. Kernels on a GPU take all cases, the
-    references those that `few` says, and interpreted kernels, which compile slowly, those that `interpreted` names."""
-    axes = axes | {"implementation": IMPLEMENTATIONS}
-    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    named = {"_".join(str(value) for value in case.values()): case for case in cases}
-
-    def taken(name, case):
-        if case["implementation"] == "pallas_triton":
-            return helpers.on_gpu() or name in interpreted
-        return few(argparse.Namespace(**case))
-
-    return parameterized.named_parameters(
-        {"testcase_name": name} | case for name, case in named.items() if taken(name, case)
-    )
-
-
 class RawTest(parameterized.TestCase):
-    @each(
+    @helpers.each(
         operator=OPERATORS,
         together=tuple(TOGETHER),
         few=lambda c: (
@@ -71,7 +52,7 @@ class RawTest(parameterized.TestCase):
         got = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each(dtype=("bfloat16", "float16", "tf32"), interpreted=("bfloat16_pallas_triton",))
+    @helpers.each(dtype=("bfloat16", "float16", "tf32"), interpreted=("bfloat16_pallas_triton",))
     def test_precisions(self, dtype, implementation):
         precision = "tf32" if dtype == "tf32" else "16bit"
         dtype = jnp.float32 if dtype == "tf32" else jnp.dtype(dtype)
@@ -84,13 +65,15 @@ class RawTest(parameterized.TestCase):
         expected |= {f"d{name}": x.dtype for name, x in p.inputs.items()}
         self.assertEqual({name: x.dtype for name, x in got.items()}, expected)
 
-    @each(residuals=("recompute", "save"), few=lambda c: c.implementation == "xla", interpreted=("save_pallas_triton",))
+    @helpers.each(
+        residuals=("recompute", "save"), few=lambda c: c.implementation == "xla", interpreted=("save_pallas_triton",)
+    )
     def test_residual_policies(self, residuals, implementation):
         p = helpers.raw(helpers.problem("kda", SMALL), "l2norm", "bounded_gate", "beta")
         got = helpers.value_and_grads(p, implementation, residuals=residuals, **SMALL_CHUNKS)
         helpers.assert_all_close(got, helpers.oracle(p))
 
-    @each(
+    @helpers.each(
         gate=("gate", "bounded_gate"),
         saturation=("open", "closed", "mixed"),
         interpreted=("gate_mixed_pallas_triton",),
@@ -109,7 +92,7 @@ class RawTest(parameterized.TestCase):
         # What is saturated has no gradient to compare with; the scale is then that of the others.
         helpers.assert_all_close(got, want, floor=1e-3 * float(np.sqrt(np.mean(want["dv"] ** 2))))
 
-    @each(option=("l2norm", "gate", "bounded_gate", "beta_to_2"), few=lambda c: c.option != "l2norm")
+    @helpers.each(option=("l2norm", "gate", "bounded_gate", "beta_to_2"), few=lambda c: c.option != "l2norm")
     def test_equals_computing_it_before_the_call(self, option, implementation):
         p = helpers.raw(helpers.problem("kda", SMALL), option)
         inputs = {name: jnp.asarray(x) for name, x in p.inputs.items()}
@@ -132,7 +115,7 @@ class RawTest(parameterized.TestCase):
         helpers.assert_close(o, want, rms=1e-6)
         helpers.assert_close(state, want_state, rms=1e-6)
 
-    @each()
+    @helpers.each()
     def test_a_zero_query_and_key_have_finite_gradients(self, implementation):
         p = helpers.raw(helpers.problem("kda", SMALL), "l2norm")
         q, k = np.array(p.inputs["q"]), np.array(p.inputs["k"])
@@ -140,7 +123,7 @@ class RawTest(parameterized.TestCase):
         p = p.replace(q=q, k=k)
         helpers.assert_all_close(helpers.value_and_grads(p, implementation, **SMALL_CHUNKS), helpers.oracle(p))
 
-    @each(dtype=("bfloat16", "float32"), interpreted=("bfloat16_pallas_triton",))
+    @helpers.each(dtype=("bfloat16", "float32"), interpreted=("bfloat16_pallas_triton",))
     def test_the_last_gate_changes_no_earlier_output_or_gradient(self, dtype, implementation):
         # 22 tokens with bounded gates of about -1.7: the last one takes the sum over the chunk past a threshold.
         shape = Shape(T=22, K=128, V=128, H=4, HV=4) if helpers.on_gpu() else Shape(T=22, K=32, V=16, H=1, HV=2)
@@ -163,7 +146,7 @@ class RawTest(parameterized.TestCase):
         for result in results[1:]:
             helpers.assert_same_bits(result, results[0])
 
-    @each()
+    @helpers.each()
     def test_value_heads_have_gates_of_their_own(self, implementation):
         shape = Shape(T=256, K=128, V=128, B=4, H=16, HV=32) if helpers.on_gpu() else Shape(T=20, K=8, V=8, H=2, HV=4)
         p = helpers.raw(helpers.problem("kda", shape), "gate")
@@ -185,7 +168,7 @@ class RawTest(parameterized.TestCase):
         for got, want in zip(*grads, strict=True):
             helpers.assert_close(got, want, rms=1e-5)
 
-    @each()
+    @helpers.each()
     def test_one_key_with_a_raw_beta_that_makes_2_of_it(self, implementation):
         # Every step reflects the state along the one key: the stress of the inverse.
         p = helpers.raw(helpers.problem("kda", SMALL), "l2norm", "gate", "beta_to_2")
@@ -194,7 +177,7 @@ class RawTest(parameterized.TestCase):
         got, want = helpers.value_and_grads(p, implementation, **SMALL_CHUNKS), helpers.oracle(p)
         helpers.assert_all_close(got, want, floor=1e-3 * float(np.sqrt(np.mean(want["dv"] ** 2))))
 
-    @each(axis=("batch", "heads"), few=lambda c: c.axis == ("heads" if c.implementation == "xla" else "batch"))
+    @helpers.each(axis=("batch", "heads"), few=lambda c: c.axis == ("heads" if c.implementation == "xla" else "batch"))
     def test_shard_map_with_the_gates_parameters_replicated_or_split(self, axis, implementation):
         p = helpers.problem("kda", dataclasses.replace(SMALL, B=2, H=2, HV=2), state=False)
         p = helpers.raw(p, "l2norm", "gate", "beta")
@@ -212,7 +195,7 @@ class RawTest(parameterized.TestCase):
         want = helpers.oracle(p, final_state=False)
         helpers.assert_all_close({"o": o} | {f"d{name}": grad for name, grad in grads.items()}, want)
 
-    @each()
+    @helpers.each()
     def test_vmap_over_the_gates_parameters(self, implementation):
         problems = [helpers.raw(helpers.problem("kda", SMALL, state=False), "gate", seed=seed) for seed in (1, 2)]
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *(p.inputs for p in problems))
@@ -230,7 +213,7 @@ class RawTest(parameterized.TestCase):
                 bars = helpers.bars("fp32")
                 helpers.assert_close(grads[name][i], want[f"d{name}"], rms=bars.get(f"d{name}", bars[""]), name=name)
 
-    @each()
+    @helpers.each()
     def test_the_same_bits_every_time(self, implementation):
         shape = Shape(T=300, K=64, V=64, B=2, H=2, HV=4) if helpers.on_gpu() else SMALL
         p = helpers.raw(helpers.problem("kda", shape), "l2norm", "gate", "beta")
