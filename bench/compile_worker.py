@@ -152,7 +152,7 @@ def _scratch_bytes(equation: Any) -> int:
                 jaxpr = part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
                 if equation.primitive.name == "run_scoped":
                     refs = [variable.aval for variable in jaxpr.invars if str(variable.aval).startswith("Ref<smem>")]
-                    total += sum(ref.size * getattr(ref.dtype, "itemsize", 0) for ref in refs)  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+                    total += sum(ref.size * getattr(ref.dtype, "itemsize", 0) for ref in refs)  # pyright: ignore[reportAttributeAccessIssue]
                 total += sum(map(_scratch_bytes, jaxpr.eqns))
     return total
 

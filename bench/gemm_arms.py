@@ -54,7 +54,7 @@ def torch_port(case: Case, options: dict[str, Any]) -> Built:
     import torch_ref.gemm
 
     def forward(inputs):
-        return {"out": torch_ref.gemm.gemm(inputs["a"], inputs["b"], **_transposes(case))}  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+        return {"out": torch_ref.gemm.gemm(inputs["a"], inputs["b"], **_transposes(case))}  # pyright: ignore[reportArgumentType]
 
     return Built(forward)
 

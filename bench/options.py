@@ -160,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     table: list[dict[str, Any]] = []
     for row, program in zip(rows, programs, strict=True):
         packing = {name: x for name, x in row.options.items() if hasattr(x, "shape")}
-        (o, grads), calls = profiler.measure(program, aggregate=False, iterations=_CALLS)(row.arrays, packing, do)  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+        (o, grads), calls = profiler.measure(program, aggregate=False, iterations=_CALLS)(row.arrays, packing, do)  # pyright: ignore[reportCallIssue]
         if calls is None:
             raise RuntimeError("CUPTI reported no kernels")
         results[row.name] = [np.asarray(x, np.float32).reshape(do.shape) for x in (o, grads["v"])]

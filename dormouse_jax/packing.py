@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from dormouse_jax import validation as check
 
@@ -69,7 +70,7 @@ def require_cu_seqlens(operator: str, cu_seqlens: Any, B: int, T: int) -> jax.Ar
     check.require_dtype(operator, "cu_seqlens", given, INTEGERS)
     if B != 1:
         raise ValueError(f"{operator}: B must be 1 with cu_seqlens, got q with B = {B}")
-    if isinstance(given, jax.core.Tracer):  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+    if isinstance(given, Tracer):
         return lax.cummax(jnp.clip(given, 0, T).astype(jnp.int32))
     values = np.asarray(given)
     if values[0] != 0:

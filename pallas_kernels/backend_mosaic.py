@@ -86,7 +86,7 @@ def tiles(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
     row_bytes: what of a row is contiguous, 32, 64 or 128 bytes that divide it; the operands of a product have the same.
     """
     width = row_bytes // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row_bytes))  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row_bytes))  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

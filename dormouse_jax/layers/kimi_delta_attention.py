@@ -196,7 +196,7 @@ class KimiDeltaAttention(nnx.Module):
             precision=self.precision,
             implementation=self.implementation,
         )
-        return self._output(o, x), Cache(*windows, state)  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+        return self._output(o, x), Cache(*windows, state)  # pyright: ignore[reportArgumentType]
 
     def _gates(self) -> dict[str, Any]:
         return {
@@ -269,7 +269,7 @@ class KimiDeltaAttention(nnx.Module):
         def flat(w):
             return w.reshape(-1)
 
-        found: dict[str, tuple[nnx.Param, Any]] = {  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+        found: dict[str, tuple[Any, Any]] = {
             "A_log": (self.A_log, flat),
             "dt_bias": (self.dt_bias, flat),
             "o_norm.weight": (self.o_norm.scale, flat),

@@ -153,7 +153,7 @@ def backward(
     """
     layout = _Layout(q, v, config, cu_seqlens)
     inputs = tuple(layout.pad(x) for x in (q, k, v, g, erase, write))
-    do = layout.pad(do)  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+    do = layout.pad(do)  # pyright: ignore[reportAssignmentType]
     products = config.products
 
     def entering_state(S, index):

@@ -166,7 +166,7 @@ def parts_of(K: int, tile_k: int, split: int) -> tuple[int, int]:
     return -(-K // (tile_k * steps)), steps
 
 
-def padded_shape(shape: tuple[int, int], dtype: str) -> tuple[int, int]:
+def padded_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
     """The least shape not smaller than this one of which TMA can copy tiles."""
     size = jnp.dtype(dtype).itemsize
     multiples = (TILE_ROWS, 1), (TILE_BYTES // size, TMA_BYTES // size)

@@ -168,7 +168,7 @@ def _tf32(x: jax.Array) -> jax.Array:
 
 def _padded(x: jax.Array, dtype: str) -> jax.Array:
     """x with zeros behind its rows and columns, in a shape of which TMA can copy tiles of `dtype`."""
-    rows, cols = padded_shape(x.shape, dtype)  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+    rows, cols = padded_shape(x.shape, dtype)
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, cols - x.shape[1])))
 
 

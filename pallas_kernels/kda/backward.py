@@ -301,7 +301,7 @@ def kda_grads(
             products = jnp.stack([jnp.stack([dP[r, r], dA[r, r]], -1), jnp.stack([o_do[r], o_do[r]], -1)], -1)
             diagonals = jnp.sum(jnp.where((row == col)[:, :, None, None], products, 0.0), axis=1)
             pairs = (pair.reshape(BLOCK, 2) for pair in jnp.split(diagonals, 2, axis=-1))
-            (on_diagonal, minus_U_dR), (q_dq, _) = (jnp.split(pair, 2, axis=-1) for pair in pairs)  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+            (on_diagonal, minus_U_dR), (q_dq, _) = (jnp.split(pair, 2, axis=-1) for pair in pairs)  # pyright: ignore[reportAssignmentType]
         else:
             on_diagonal = jnp.sum(jnp.where(row == col, dP[r, r], 0.0), axis=1)[:, None]
         dq, dk = scale * (dq + on_diagonal * k), dk + on_diagonal * q + erase * de
@@ -390,7 +390,7 @@ def gradients(
     inputs.append((do, sizes.head(do)))
     inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in (prepared.M, states.S, dS, states.U, dU, prepared.decay)]
     if raw.l2norm:
-        inputs += [(prepared.norms, sizes.chunk(sizes.C, 2)[1]), (o, sizes.head(o))]  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+        inputs += [(prepared.norms, sizes.chunk(sizes.C, 2)[1]), (o, sizes.head(o))]  # pyright: ignore[reportArgumentType]
     shape = jax.ShapeDtypeStruct
     # Shares that are summed below, in float32 and in a fixed order: dq and dk over the value heads of a group, dbeta
     # over key tiles, dA_log and ddt_bias over chunks.

@@ -285,7 +285,7 @@ def kda_segment(
 
     row = first + jnp.arange(tile)[:, None]
     S = (row - sizes.bv == jnp.arange(sizes.bk)[None, :]).astype(jnp.float32)
-    S = lax.fori_loop(*segment_chunks(sizes, None, segment, segments)[:2], step, S)  # pyright: ignore[reportCallIssue, reportArgumentType, reportAttributeAccessIssue, reportAssignmentType, reportReturnType, reportAbstractUsage]
+    S = lax.fori_loop(*segment_chunks(sizes, None, segment, segments)[:2], step, S)  # pyright: ignore[reportCallIssue]
     bt.store_tile(map_ref, (first, tile, None), (0, sizes.bk, None), S)
 
 
