@@ -76,9 +76,13 @@ def _delta_rule(card: Card) -> Iterator[Case]:
             fast = (dim, batch_heads) == (64, MANY)
             yield _kda_case("kda", K=dim, V=dim, batch_heads=batch_heads, fast=fast, **common)
             # What is chosen for another backend, asked for by name.
-            if card.is_hopper and _kda_config(card, precision, dim, batch_heads).serial == "mosaic":
+            config = _kda_config(card, precision, dim, batch_heads)
+            if card.is_hopper and config != config.on_triton():
                 options: dict[str, Any] = {"implementation": "pallas_triton"}
                 yield _kda_case("kda", "triton", K=dim, V=dim, batch_heads=batch_heads, **options, **common)
+            if card.is_hopper and "mosaic" in (config.prepare, config.gradients):
+                sized = {"K": dim, "V": dim, "batch_heads": batch_heads, "query_heads": HEADS}
+                yield _kda_case("kda", "equal heads", **sized, **common)
         dim = CHUNKED_DIM[precision]
         chosen = _kda_config(card, precision, dim, MANY).chunk_size
         for chunk_size in {16, 32} - {chosen} if precision != "tf32" or card.block_shared < 200_000 else ():
@@ -123,6 +127,7 @@ def _kda_case(
     V: int,
     batch_heads: int,
     tokens: int = TOKENS,
+    query_heads: int = 1,
     raw: bool = False,
     saving: bool = False,
     packed: bool = False,
@@ -130,7 +135,7 @@ def _kda_case(
     **options: Any,
 ) -> Case:
     # Few heads and a large batch: programs depend on the number of heads, but not on the batch.
-    B, HV, H = batch_heads // HEADS, HEADS, 1
+    B, HV, H = batch_heads // HEADS, HEADS, query_heads
     head = (1, B * tokens) if packed else (B, tokens)
     f32 = "float32"
     arrays: dict[str, Any] = dict.fromkeys("qk", ((*head, H, K), dtype)) | {"v": ((*head, HV, V), dtype)}

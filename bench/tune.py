@@ -89,9 +89,10 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:  # whatever the compiler says is the row
             return f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
 
+    print(f"{case.name}, {precision}: microseconds of kernels\n{base}", flush=True)
+    # All are compiled before one is timed: compiling times kernels of its own.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         built = list(pool.map(build, changes))
-    print(f"{case.name}, {precision}: microseconds of kernels\n{base}")
     first: list[np.ndarray] = []
     for change, programs in zip(changes, built, strict=True):
         label = json.dumps(change) if change else "the table's"
@@ -111,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         fwd, bwd = (sum(x.values()) for x in parts)
         print(f"{label}\n    forward {fwd:.0f}, forward + backward {fwd + bwd:.0f}, differs {differs:.1e}")
         for part in parts:
-            print("    " + ", ".join(f"{name.removeprefix('kda_')} {us:.0f}" for name, us in part.items()))
+            print("    " + ", ".join(f"{name.removeprefix('kda_')} {us:.0f}" for name, us in part.items()), flush=True)
     return 0
 
 

@@ -31,8 +31,6 @@ UNPROVEN = {
     "raw": "kernels that take raw gates, beta, queries or keys",
     "packed": "kernels that take packed sequences",
     "step": "the decoding kernels",
-    "hopper": "the serial Hopper kernels with float16, with states given or returned, with sizes other than K = V = 64"
-    " or 128, with a last chunk that is not full, or with a chunk size that was asked for",
 }
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)

@@ -86,10 +86,10 @@ def kda(
       residuals: what a differentiated call keeps for its backward. "recompute" keeps the inputs and, with the
         kernels, two matrices `[chunk, chunk]` a chunk and value head; "save" keeps all intermediates, for a faster
         backward. JAX differentiates "recurrent" in its own way.
-      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (serial
-        kernels for Hopper cards, 16 bit), "xla" (chunked jnp) or "recurrent" (`lax.scan` over tokens; the only one with
-        forward-mode derivatives). None takes "pallas" on an NVIDIA GPU and under `interpret_kernels()`, where it can
-        serve the call, and "xla" elsewhere.
+      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (16-bit
+        kernels for Hopper cards, the serial ones at least), "xla" (chunked jnp) or "recurrent" (`lax.scan` over tokens;
+        the only one with forward-mode derivatives). None takes "pallas" on an NVIDIA GPU and under
+        `interpret_kernels()`, where it can serve the call, and "xla" elsewhere.
       use_qk_l2norm_in_kernel: whether q and k are given raw, and are divided by sqrt(sum x^2 + 1e-6) over K.
       use_gate_in_kernel: whether g is a raw gate x, any real number, and the log decay is
         -exp(A_log) softplus(x + dt_bias), or lower_bound sigmoid(exp(A_log) (x + dt_bias)) with a lower bound.
@@ -296,10 +296,6 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
         try:
             if x.cu_seqlens is not None:
                 require_proven("packed", interpret)
-            plain = x.q.dtype == jnp.bfloat16 and K == V and K in (64, 128) and options.chunk_size is None
-            plain = plain and x.initial_state is None and not options.output_final_state
-            packed = x.cu_seqlens is not None
-            config, passed_over = _kernel_config(device, interpret, asked, sizes | {"packed": packed}, plain)
             raw = _kernels().Raw(
                 options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval
             )
@@ -309,7 +305,14 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
                     require_proven("packed", interpret)
             except NotImplementedError:
                 raw = None  # They are computed before the call.
-            return plan(f"pallas_{config.serial}", config, passed_over, raw=raw)
+            packed = x.cu_seqlens is not None
+            nothing_raw = raw is None or not any(dataclasses.astuple(raw)) and x.starts is None
+            of_chunk = {name: sizes[name] for name in ("K", "V", "T")}
+            of_chunk |= {"same_heads": x.q.shape[2] == HV, "dtype": str(x.q.dtype)}
+            of_chunk |= {"plain": operator == "kda" and not packed and nothing_raw}
+            config, passed_over = _kernel_config(device, interpret, asked, sizes | {"packed": packed}, of_chunk)
+            on_mosaic = config != config.on_triton()
+            return plan("pallas_mosaic" if on_mosaic else "pallas_triton", config, passed_over, raw=raw)
         except NotImplementedError as reason:
             if asked is not None:
                 raise NotImplementedError(
@@ -323,12 +326,12 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
 
 
 def _kernel_config(
-    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any], plain: bool
+    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any], of_chunk: dict[str, Any]
 ) -> tuple[Any, list[tuple[str, str]]]:
-    """The configuration of the kernels, whose `serial` is the backend of the serial ones, and what was passed over; or
-    a NotImplementedError that says why they cannot serve the call.
+    """The configuration of the kernels, whose fields name the backend of each, and what was passed over; or a
+    NotImplementedError that says why they cannot serve the call.
 
-    plain: whether the call is of the kind that a GPU has shown the Hopper kernels to be right with.
+    of_chunk: what `hopper_chunk_refusal` wants to know.
     """
     require_triton(device, interpret)
     try:
@@ -337,23 +340,27 @@ def _kernel_config(
         config = kernels.choose_config(device.kind, block_shared=shared, **sizes)
     except (ImportError, ValueError) as reason:
         raise NotImplementedError(str(reason)) from reason
-    triton = dataclasses.replace(config, serial="triton")
     if asked == "pallas_triton":
-        return triton, [("pallas_mosaic", "implementation='pallas_triton' was asked for")]
-    if asked != "pallas_mosaic" and config.serial == "triton":
+        return config.on_triton(), [("pallas_mosaic", "implementation='pallas_triton' was asked for")]
+    if asked == "pallas_mosaic":
+        config = dataclasses.replace(config, serial="mosaic")
+    if config == config.on_triton():
         return config, [("pallas_mosaic", "it is no faster here")]
+    of_serial = {name: sizes[name] for name in ("K", "V", "T", "precision", "packed")}
     try:
         require_hopper(device, interpret, asked)
-        reason = kernels.hopper_refusal(**{name: sizes[name] for name in ("K", "V", "T", "precision", "packed")})
-        if reason is not None:
-            raise NotImplementedError(reason)
-        if not plain or sizes["T"] % config.chunk_size:
-            require_proven("hopper", interpret)
+        serial_refusal = kernels.hopper_refusal(**of_serial)
+        if asked == "pallas_mosaic" and serial_refusal is not None:
+            raise NotImplementedError(serial_refusal)
     except NotImplementedError as reason:
         if asked == "pallas_mosaic":
             raise
-        return triton, [("pallas_mosaic", str(reason))]
-    return dataclasses.replace(config, serial="mosaic"), []
+        return config.on_triton(), [("pallas_mosaic", str(reason))]
+    chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk)
+    refusals = {"serial": serial_refusal, "prepare": chunk_refusal, "gradients": chunk_refusal}
+    refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
+    config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))
+    return config, [("pallas_mosaic", why) for why in dict.fromkeys(refused.values())]
 
 
 def _kernels() -> Any:

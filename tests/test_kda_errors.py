@@ -528,20 +528,33 @@ class DispatchTest(parameterized.TestCase):
         self.assertEqual((found.implementation, found.interpret), ("pallas_triton", False))
 
     @parameterized.named_parameters(
-        ("hopper", "9.0", 64, 128, "pallas_mosaic", None),
-        ("another_card", "8.0", 64, 128, "pallas_triton", "need compute capability 9.0"),
-        ("odd_tokens", "9.0", 65, 128, "pallas_triton", "tiles of 8 tokens"),
-        ("odd_values", "9.0", 64, 96, "pallas_triton", "V of 64, 128 or 256"),
+        ("hopper", {}, ("mosaic", "mosaic"), None),
+        ("another_card", {"capability": "8.0"}, ("triton", "triton"), "need compute capability 9.0"),
+        ("odd_tokens", {"T": 65}, ("triton", "triton"), "tiles of 8 tokens"),
+        ("odd_values", {"V": 96}, ("triton", "triton"), "V of 64, 128 or 256"),
+        ("odd_keys", {"K": 100}, ("mosaic", "triton"), "K of 64 or 128"),
+        ("grouped_heads", {"H": 8}, ("mosaic", "triton"), "a value head a key head"),
+        ("float16", {"dtype": jnp.float16}, ("mosaic", "triton"), "multiply bfloat16"),
+        ("general_rule", {"operator": "gdn2"}, ("mosaic", "triton"), "are for KDA"),
+        ("raw", {"options": {"use_qk_l2norm_in_kernel": True}}, ("mosaic", "triton"), "with no raw inputs"),
+        ("few_heads", {"H": 4, "HV": 4, "T": 8192}, ("triton", "mosaic"), None),
     )
-    def test_the_serial_kernels_go_by_card_and_sizes(self, capability, T, V, expected, reason):
-        gpu = dispatch.Device("gpu", "NVIDIA card", capability)
-        p = helpers.problem("kda", helpers.Shape(T=T, K=128, V=V, H=16, HV=16), dtype=jnp.bfloat16, state=False)
-        with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
-            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs))
-            (named,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, implementation="pallas_triton"))
-        self.assertEqual(found.implementation, expected)
+    def test_the_hopper_kernels_go_by_card_and_call(self, case, expected, reason):
+        case = {"capability": "9.0", "T": 64, "K": 128, "V": 128, "H": 16, "HV": 16, "dtype": jnp.bfloat16} | case
+        gpu = dispatch.Device("gpu", "NVIDIA card", case.pop("capability"))
+        operator, dtype, options = case.pop("operator", "kda"), case.pop("dtype"), case.pop("options", {})
+        inputs = helpers.problem(operator, helpers.Shape(**case), dtype=dtype, state=False).inputs
+        call = functools.partial(getattr(dormouse_jax, operator), **inputs, **options)
+        with (
+            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
+            unittest.mock.patch.dict(dispatch.UNPROVEN, clear=True),
+        ):
+            (found,) = dormouse_jax.explain(call)
+            (named,) = dormouse_jax.explain(functools.partial(call, implementation="pallas_triton"))
+        self.assertEqual((found.config.serial, found.config.gradients), expected)
+        self.assertEqual(found.implementation, "pallas_mosaic" if "mosaic" in expected else "pallas_triton")
         self.assertRegex(dict(found.passed_over).get("pallas_mosaic", ""), reason or "^$")
-        self.assertEqual((named.implementation, named.config.serial), ("pallas_triton", "triton"))
+        self.assertEqual((named.implementation, named.config), ("pallas_triton", named.config.on_triton()))
 
     @parameterized.named_parameters(
         ("rtx_4090", "NVIDIA GeForce RTX 4090", "8.9", 101376),
@@ -579,16 +592,14 @@ class DispatchTest(parameterized.TestCase):
     def test_what_no_gpu_has_shown_to_be_right_is_not_chosen_there(self):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)
-        unproven = {"raw": "raw gates", "step": "decoding kernels", "hopper": "serial Hopper kernels with states"}
         with (
-            unittest.mock.patch.dict(dispatch.UNPROVEN, unproven, clear=True),
+            unittest.mock.patch.dict(dispatch.UNPROVEN, {"raw": "raw gates", "step": "decoding kernels"}, clear=True),
             unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
             unittest.mock.patch("dormouse_jax.step.device_of", return_value=gpu),
         ):
-            raw = {"use_qk_l2norm_in_kernel": True, "initial_state": p.initial_state}
-            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, **raw))
-            self.assertEqual(found.implementation, "pallas_triton")
-            self.assertIn("were not held to the oracle on a GPU", dict(found.passed_over)["pallas_mosaic"])
+            # Raw inputs need no kernel of their own: they are computed before the call, whose kernels are for others.
+            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, use_qk_l2norm_in_kernel=True))
+            self.assertEqual((found.implementation, found.config.gradients), ("pallas_mosaic", "mosaic"))
             token = {name: x[:, 0] for name, x in p.inputs.items()}
             with self.assertWarnsRegex(RuntimeWarning, "'xla', not 'pallas_triton': decoding kernels were not held"):
                 (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda_step(**token, state=p.initial_state))

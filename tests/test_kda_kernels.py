@@ -40,7 +40,7 @@ def given(p, config):
 
 
 def config_for(precision, shape=SHAPE, chunk_size=None):
-    """The table's configuration, with Triton's serial kernels, which take every shape."""
+    """The table's configuration, with Triton's kernels, which take every shape."""
     config = kernels.choose_config(
         jax.devices()[0].device_kind,
         K=shape.K,
@@ -50,7 +50,7 @@ def config_for(precision, shape=SHAPE, chunk_size=None):
         precision=precision,
         chunk_size=chunk_size,
     )
-    return dataclasses.replace(config, serial="triton")
+    return config.on_triton()
 
 
 def value_and_grads(p, precision, config, *, save):
@@ -184,7 +184,7 @@ class ConfigurationTest(parameterized.TestCase):
             configs[tuple(getattr(config, part) for part in parts)] = config
         dtypes = ("bfloat16", "float16") if precision == "16bit" and dim == 128 else ("bfloat16",)
         for config in configs.values():
-            config = dataclasses.replace(config, serial="triton", segments=1)
+            config = dataclasses.replace(config.on_triton(), segments=1)
             for dtype in dtypes if precision == "16bit" else ("float32",):
                 with self.subTest(dtype=dtype, config=str(config)):
                     shape = Shape(T=160 if kind == "raw_and_full" else 150, K=dim, V=dim, H=1, HV=2)
@@ -224,15 +224,21 @@ class ConfigurationTest(parameterized.TestCase):
     def test_the_kernels_of_a_chunk_for_hopper_against_the_oracle(self, K, V, chunk_size):
         shape = Shape(T=152 if helpers.on_gpu() else 40, K=K, V=V, H=2 if helpers.on_gpu() else 1, HV=0)
         shape = dataclasses.replace(shape, HV=shape.H)
-        config = dataclasses.replace(config_for("16bit", shape, chunk_size), chunks="mosaic")
+        config = config_for("16bit", shape, chunk_size)
         p = helpers.problem("kda", shape, dtype=jnp.bfloat16)
         # Some rows of some blocks take the exact path.
         g = np.array(p.inputs["g"])
         g[:, 5] = -80.0
         g[:, 20:23] = -30.0
         p = p.replace(g=g)
-        got = value_and_grads(p, "16bit", config, save=False)
-        helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
+        kinds = [("mosaic", "triton", False)]
+        if helpers.on_gpu():
+            kinds += itertools.product(("triton", "mosaic"), ("mosaic",), (False, True))
+        for prepare, serial, save in kinds:
+            with self.subTest(prepare=prepare, serial=serial, save=save):
+                config = dataclasses.replace(config, prepare=prepare, gradients="mosaic", serial=serial)
+                got = value_and_grads(p, "16bit", config, save=save)
+                helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
 
 if __name__ == "__main__":

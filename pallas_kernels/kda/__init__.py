@@ -1,5 +1,5 @@
 """Kimi Delta Attention and the general delta rule with channel-wise gates: forward and backward on Pallas's Triton
-backend, with serial kernels for Hopper on its Mosaic GPU backend.
+backend, with kernels for Hopper on its Mosaic GPU backend.
 
 Arrays as in `dormouse_jax.kda`; KDA passes beta [B, T, HV] as `erase` and None as `write`, the general rule erase [B,
 T, HV, K] and write [B, T, HV, V]. What `raw` says comes raw is made up in the kernels. With a `packing`, B is 1 and
@@ -15,7 +15,7 @@ import jax
 
 from pallas_kernels.kda import backward as _backward
 from pallas_kernels.kda import forward as _forward
-from pallas_kernels.kda.config import KdaConfig, choose_config, hopper_refusal
+from pallas_kernels.kda.config import KdaConfig, choose_config, hopper_chunk_refusal, hopper_refusal
 from pallas_kernels.kda.raw import NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Packing, Sizes
 
@@ -28,6 +28,7 @@ __all__ = [
     "choose_config",
     "forward",
     "forward_intermediates",
+    "hopper_chunk_refusal",
     "hopper_refusal",
 ]
 
@@ -62,14 +63,13 @@ def _prepare(
     matrices=None,
 ) -> _forward.Prepared:  # fmt: skip
     """`prepare` of the configuration's backend."""
-    if config.chunks == "triton":
+    if (config.prepare if matrices is None else config.gradients) == "triton":
         return _forward.prepare(
             q, k, v, g, erase, write, A_log, dt_bias, starts,
             scale=scale, precision=precision, config=config, interpret=interpret, raw=raw, packing=packing,
             matrices=matrices,
         )[0]  # fmt: skip
-    if write is not None or any(dataclasses.astuple(raw)) or starts is not None or packing is not None:
-        raise ValueError("the Hopper kernels of one chunk are for KDA, with no raw inputs and no packed sequences")
+    assert write is None and not any(dataclasses.astuple(raw)) and starts is None and packing is None
     from pallas_kernels.kda import mosaic_chunks, mosaic_prepare
 
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
@@ -130,9 +130,10 @@ def backward(
         dS, dU, dinitial = _backward.run_states_bwd(
             prepared, maps, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
         )
-    if config.chunks == "mosaic":
+    if config.gradients == "mosaic":
         from pallas_kernels.kda import mosaic_chunks
 
+        assert write is None and not any(dataclasses.astuple(raw)) and starts is None and packing is None
         grads = mosaic_chunks.gradients(
             prepared, states, dS, dU, q, k, v, g, erase, do, scale=scale, config=config, interpret=interpret
         )

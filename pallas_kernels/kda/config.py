@@ -15,6 +15,7 @@ MIN_SEGMENT = 8  # Chunks: below it the two more launches cost what the split ga
 # Bytes of shared memory that a block of the serial Triton kernels takes with float32 operands, 32 tokens a chunk and K
 # above 128, as the compiler counts them. No row of the table is so large; what the rows take fits every card.
 LARGEST_SHARED = 154624
+BACKEND_FIELDS = ("serial", "prepare", "gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,24 +25,26 @@ class KdaConfig:
     Attributes:
       chunk_size: tokens a chunk, C: 16 or 32. Gradients of more were not held to the oracle on a GPU, and cost more.
       v_tile: columns of the value dimension that one program of the serial kernels holds.
-      prepare_warps: warps a program of the kernel that prepares chunks.
+      prepare: the backend of the kernel that prepares chunks: "triton", or "mosaic" for Hopper.
+      prepare_warps: warps a program of that kernel.
       serial: the backend of the serial kernels, "triton", or "mosaic" for Hopper, where v_tile, the warps and stages of
         the Triton kernels, and segments play no part.
       hopper_stages: chunks whose tiles the Hopper kernels have in shared memory or on their way there.
       state_warps, state_stages: warps and pipeline stages of the serial forward kernel.
       state_bwd_warps, state_bwd_stages: the same for the serial backward kernel.
-      chunks: the backend of the kernels of one chunk: "triton", or "mosaic" for Hopper, where prepare_warps, k_tile and
-        grads_warps play no part. No GPU has run those yet, and no row of the table has them.
+      gradients: the backend of the backward's kernels of one chunk, that which prepares it again from P and M, and
+        that which forms the gradients: "triton", or "mosaic" for Hopper, where prepare_warps, k_tile and grads_warps
+        play no part in them.
       grads_warps: warps of the kernel that forms the gradients.
       k_tile: key channels that one program of that kernel holds.
       segments: into how many parts a sequence may be split, so that few heads fill the card; each part then acts on
-      the state as an
-        affine map, found in parallel. 1: never.
+        the state as an affine map, found in parallel. 1: never.
       always_exact: run the exact path of the diagonal blocks even where no row needs it. It changes no bit: for tests.
     """
 
     chunk_size: int = 32
     v_tile: int = 64
+    prepare: str = "triton"
     prepare_warps: int = 4
     serial: str = "triton"
     hopper_stages: int = 3
@@ -49,7 +52,7 @@ class KdaConfig:
     state_stages: int = 2
     state_bwd_warps: int = 4
     state_bwd_stages: int = 2
-    chunks: str = "triton"
+    gradients: str = "triton"
     grads_warps: int = 4
     k_tile: int = 64
     segments: int = 1
@@ -65,7 +68,7 @@ class KdaConfig:
         for name in ("prepare_warps", "state_warps", "state_bwd_warps", "grads_warps"):
             if getattr(self, name) not in (1, 2, 4, 8):
                 raise ValueError(f"{name} must be 1, 2, 4 or 8, got {getattr(self, name)}")
-        for name in ("serial", "chunks"):
+        for name in BACKEND_FIELDS:
             if getattr(self, name) not in ("triton", "mosaic"):
                 raise ValueError(f"{name} must be 'triton' or 'mosaic', got {getattr(self, name)!r}")
         for name in ("state_stages", "state_bwd_stages", "hopper_stages"):
@@ -73,6 +76,10 @@ class KdaConfig:
                 raise ValueError(f"{name} must lie between 1 and 4, got {getattr(self, name)}")
         if not 1 <= self.segments <= 64:
             raise ValueError(f"segments must lie between 1 and 64, got {self.segments}")
+
+    def on_triton(self) -> KdaConfig:
+        """The same with every kernel on the Triton backend."""
+        return dataclasses.replace(self, **dict.fromkeys(BACKEND_FIELDS, "triton"))
 
     def segments_of(self, chunks: int) -> int:
         """Segments for a sequence of so many chunks: none is empty, and none shorter than MIN_SEGMENT chunks."""
@@ -149,4 +156,23 @@ def hopper_refusal(*, K: int, V: int, T: int, precision: str, packed: bool = Fal
         return f"the serial Hopper kernels take K from 33 to 128 and V of 64, 128 or 256, got K={K} and V={V}"
     if T % 8:
         return f"the serial Hopper kernels copy tiles of 8 tokens, into which T={T} cannot be cut"
+    return None
+
+
+def hopper_chunk_refusal(*, K: int, V: int, T: int, same_heads: bool, dtype: str, plain: bool) -> str | None:
+    """Why the Hopper kernels of one chunk cannot serve a call, or None where they can.
+
+    same_heads: whether there is a value head a key head; plain: whether it is KDA, with nothing raw and not packed.
+    """
+    if not plain:
+        return "the Hopper kernels of one chunk are for KDA, with no raw inputs and no packed sequences"
+    if dtype != "bfloat16":
+        return f"the Hopper kernels of one chunk multiply bfloat16, got {dtype}"
+    if K not in (64, 128) or V not in (64, 128, 256) or not same_heads:
+        return (
+            "the Hopper kernels of one chunk take K of 64 or 128, V of 64, 128 or 256 and a value head a key head, "
+            f"got K={K}, V={V}" + ("" if same_heads else " and more value heads")
+        )
+    if T % 8:
+        return f"the Hopper kernels of one chunk copy tiles of 8 tokens, into which T={T} cannot be cut"
     return None

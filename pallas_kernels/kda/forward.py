@@ -40,7 +40,7 @@ V_SLAB = 128  # Value columns that the parallel kernels hold at a time.
 class Prepared(NamedTuple):
     """Tiles of every chunk, [B * HV, NT, ...], K and V padded.
 
-    W, Qhat, Ktil [C, bk]; Y [bv, C], the transpose of M y; P [C, C]; M [C, C] in float32; decay [1, bk], exp(G_C);
+    W, Qhat, Ktil [C, bk]; Y [bv, C], the transpose of M y; P and M [C, C]; decay [1, bk], exp(G_C);
     norms [C, 2] in float32, 1 / norm of queries and of keys, where they come raw.
     """
 
@@ -96,10 +96,12 @@ def kda_prepare(
     """All state-free tiles of one chunk of one value head. Grid (NT, B * HV).
 
     refs: P, M and, of raw queries and keys, norms, inputs unless `matrices` says that they are to be formed; the other
-    results, W, Qhat, Ktil, Y, decay; and G and A for tests.
+    results, W, Qhat, Ktil, Y, decay; G and A for tests; and, where M is formed and kept in 16 bit, room for A and M in
+    float32.
     """
     p_ref, m_ref, *refs = refs
     norm_ref = refs.pop(0) if raw.l2norm else None
+    a_ref = refs.pop() if matrices and m_ref.dtype != jnp.float32 else m_ref
     (w_ref, qhat_ref, ktil_ref, y_ref, decay_ref), debug_refs = refs[:5], refs[5:]
     op = operand_dtype(x.q.dtype, precision)
     dot = Dot(precision, interpret)
@@ -137,14 +139,14 @@ def kda_prepare(
             keys = (k * d.anchor()).astype(diagonal)
             A = dot_diagonal(E.astype(diagonal), keys, (1, 1))
             P = dot_diagonal(Q.astype(diagonal), keys, (1, 1))
-            bt.store_tile(m_ref, local(a), local(a), jnp.where(row > col, A, 0.0))
+            bt.store_tile(a_ref, local(a), local(a), jnp.where(row > col, A, 0.0))
             bt.store_tile(p_ref, local(a), local(a), jnp.where(row >= col, P, 0.0))
             Eo, Qo = E.astype(op), Q.astype(op)
             for b in range(a):
                 earlier = running[b].astype(op)
-                bt.store_tile(m_ref, local(a), local(b), dot(Eo, earlier, (1, 1)))
+                bt.store_tile(a_ref, local(a), local(b), dot(Eo, earlier, (1, 1)))
                 bt.store_tile(p_ref, local(a), local(b), dot(Qo, earlier, (1, 1)))
-                bt.store_tile(m_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
+                bt.store_tile(a_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
                 bt.store_tile(p_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
         bt.store_tile(qhat_ref, local(a), all_k, Q * base)
         bt.store_tile(w_ref, local(a), all_k, E * base)  # Ehat for now.
@@ -162,7 +164,7 @@ def kda_prepare(
         slow = (Decays.of(g, precision, interpret).depth() > FAST_LIMIT[precision])[:, None]
         A, P = exact_products((e, q), k, g, interpret)
         A, P = jnp.where(row > col, A, 0.0), jnp.where(row >= col, P, 0.0)
-        bt.store_tile(m_ref, rows_a, rows_a, jnp.where(slow, A, bt.load_tile(m_ref, rows_a, rows_a)))
+        bt.store_tile(a_ref, rows_a, rows_a, jnp.where(slow, A, bt.load_tile(a_ref, rows_a, rows_a)))
         bt.store_tile(p_ref, rows_a, rows_a, jnp.where(slow, P, bt.load_tile(p_ref, rows_a, rows_a).astype(f32)))
         return carry
 
@@ -178,11 +180,13 @@ def kda_prepare(
             bt.store_tile(debug_refs[0], local(a), all_k, d.prefix + above)
             above += jnp.sum(g, axis=0)[None, :]
         bt.barrier(interpret)
-        bt.store_tile(debug_refs[1], all_c, all_c, bt.load_tile(m_ref, all_c, all_c))
+        bt.store_tile(debug_refs[1], all_c, all_c, bt.load_tile(a_ref, all_c, all_c))
 
     if matrices:
-        invert(m_ref, sizes.C, interpret)
-    M = bt.load_tile(m_ref, all_c, all_c).astype(op)
+        invert(a_ref, sizes.C, interpret)
+    M = bt.load_tile(a_ref, all_c, all_c).astype(op)
+    if a_ref is not m_ref:
+        bt.store_tile(m_ref, all_c, all_c, M)
     W = dot(M, bt.load_tile(w_ref, all_c, all_k))
     bt.barrier(interpret)
     bt.store_tile(w_ref, all_c, all_k, W)
@@ -326,11 +330,13 @@ def prepare(
     results: list[tuple[tuple[int, ...], Any]] = [((C, bk), op)] * 3 + [((bv, C), op), ((1, bk), jnp.float32)]
     if matrices is None:
         norms = [((C, 2), jnp.float32)] if raw.l2norm else []
-        results = [((C, C), jnp.float32 if debug else op), ((C, C), jnp.float32), *norms, *results]
+        results = [((C, C), jnp.float32 if debug else op)] * 2 + norms + results
     else:
         inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in matrices if x is not None]
     if debug:
         results += [((C, bk), jnp.float32), ((C, C), jnp.float32)]
+    elif matrices is None and op != jnp.float32:
+        results += [((C, C), jnp.float32)]
     outputs = []
     for tile, dtype in results:
         shape, spec = sizes.chunk(*tile)
@@ -355,7 +361,7 @@ def prepare(
     )
     P, M, norms = matrices or (found.pop(0), found.pop(0), found.pop(0) if raw.l2norm else None)
     W, Qhat, Ktil, Y, decay, *rest = found
-    return Prepared(W, Qhat, Ktil, Y, P, M, decay, norms), rest
+    return Prepared(W, Qhat, Ktil, Y, P, M, decay, norms), rest if debug else []
 
 
 def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfig, interpret):

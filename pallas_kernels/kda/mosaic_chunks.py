@@ -265,7 +265,7 @@ def prepare(q, k, v, g, beta, matrices, *, scale, config: KdaConfig, interpret):
     check_sizes(sizes, q, k, v)
     heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
     op, shape = q.dtype, jax.ShapeDtypeStruct
-    inputs = [q, k, v, g.astype(jnp.float32), beta_rows(beta, sizes), matrices[1].astype(op)]
+    inputs = [q, k, v, g.astype(jnp.float32), beta_rows(beta, sizes), matrices[1]]
     outputs = [shape((heads, nt, C, bk), op)] * 3
     outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
     scratch: dict[str, Any] = {
@@ -298,22 +298,8 @@ def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: 
     check_sizes(sizes, q, k, v, do)
     heads, C, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bv, sizes.nt
     tiles, op, shape = sizes.bk // ROWS, prepared.W.dtype, jax.ShapeDtypeStruct
-    padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, nt * C - sizes.T), (0, 0)))
-    rows = padded.swapaxes(1, 2).reshape(heads, nt, C)
-    inputs = [
-        q,
-        k,
-        v,
-        g.astype(jnp.float32),
-        do,
-        rows,
-        prepared.M.astype(op),
-        states.S,
-        dS,
-        states.U,
-        dU,
-        prepared.decay,
-    ]
+    inputs = [q, k, v, g.astype(jnp.float32), do, beta_rows(beta, sizes)]
+    inputs += [prepared.M, states.S, dS, states.U, dU, prepared.decay]
     outputs = [shape(x.shape, x.dtype) for x in (q, k, v)]
     outputs += [shape(g.shape, jnp.float32), shape((heads, tiles, nt, C), jnp.float32)]
     within = 2 * C

@@ -157,7 +157,7 @@ def _kda_prepare(
             (k_tile, ktil.at[head, n]),
             (w_tile, W.at[head, n]),
             (p_tile.at[pl.ds(C, C)], P.at[head, n]),
-            (m_rows.at[pl.ds(0, C)], M.at[head, n]),
+            (m_tile.at[pl.ds(0, C)], M.at[head, n]),
             (decay_row, decay.at[head, n, 0]),
         ]
     )
@@ -180,7 +180,7 @@ def prepare(q, k, v, g, beta, *, scale, config: KdaConfig, interpret):
     check_sizes(sizes, q, k, v)
     heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
     op, shape = q.dtype, jax.ShapeDtypeStruct
-    outputs = [shape((heads, nt, C, C), op), shape((heads, nt, C, C), jnp.float32)]
+    outputs = [shape((heads, nt, C, C), op)] * 2
     outputs += [shape((heads, nt, C, bk), op)] * 3
     outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
     scratch: dict[str, Any] = {

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
-from pallas_kernels.kda.config import BLOCK
+from pallas_kernels.kda.config import BLOCK, hopper_chunk_refusal
 from pallas_kernels.kda.sizes import Sizes
 
 ROWS = 64  # Of a tile: the rows of one product of the tensor cores.
@@ -36,10 +36,13 @@ def beta_rows(beta: jax.Array, sizes: Sizes) -> jax.Array:
 
 def check_sizes(sizes: Sizes, *arrays: jax.Array) -> None:
     """Raises ValueError for what the Hopper kernels of one chunk do not take."""
-    if sizes.K not in (64, 128) or sizes.V not in (64, 128, 256) or sizes.H != sizes.HV or sizes.T % 8:
-        raise ValueError(f"the Hopper kernels of one chunk do not take {sizes}")
-    if not all(x.dtype == jnp.bfloat16 for x in arrays):
-        raise ValueError(f"the Hopper kernels of one chunk take bfloat16, got {[str(x.dtype) for x in arrays]}")
+    for x in arrays:
+        reason = hopper_chunk_refusal(
+            K=sizes.K, V=sizes.V, T=sizes.T, same_heads=sizes.H == sizes.HV, dtype=str(x.dtype),
+            plain=not (sizes.channelwise or sizes.packed),
+        )  # fmt: skip
+        if reason is not None:
+            raise ValueError(reason)
 
 
 class Tiles:
