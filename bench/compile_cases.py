@@ -202,7 +202,7 @@ def _gemm_sizes(card: Card, dtype: str, precision: str, implementation: str) -> 
     found: dict[Any, tuple[int, int, int]] = {}
     for M, N, K in itertools.product(GEMM_SIZES, GEMM_SIZES, GEMM_DEPTHS):
         problem = gemm_kernels.Problem(M, N, K, precision, dtype, dtype)
-        config = choose(problem, device_kind=card.kind, cores=card.cores, proven=False)
+        config = choose(problem, device_kind=card.kind, cores=card.cores)
         alike = dataclasses.replace(config, split=min(config.split, 2))
         found.setdefault(alike, (M, N, K))
     return list(found.values())

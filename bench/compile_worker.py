@@ -182,7 +182,7 @@ def _chosen(change: dict[str, Any]) -> Iterator[None]:
             choose = getattr(module, name)
 
             def chosen(*args: Any, _choose: Any = choose, **kwargs: Any) -> Any:
-                config = _choose(*args, **kwargs | ({"proven": False} if "proven" in kwargs else {}))
+                config = _choose(*args, **kwargs)
                 known = {field.name for field in dataclasses.fields(config)}
                 return dataclasses.replace(config, **change) if change.keys() <= known else config
 

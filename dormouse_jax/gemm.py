@@ -253,19 +253,12 @@ def _chosen(choose: str, device: Device, interpret: bool, asked: str | None, pro
     product = kernels.Problem(**problem)
     if choose == "choose_mosaic" and asked != "pallas_mosaic" and (reason := kernels.why_triton(product)):
         raise NotImplementedError(reason)
-    find = functools.partial(getattr(kernels, choose), product, device_kind=device.kind, cores=device.cores)
-    unproven = None
     try:
-        try:
-            config = find(proven=not interpret)
-        except kernels.Unproven as reason:
-            config, unproven = find(proven=False), reason
+        config = getattr(kernels, choose)(product, device_kind=device.kind, cores=device.cores)
     except ValueError as reason:
         raise NotImplementedError(str(reason)) from reason
     if asked is None and not interpret and (reason := kernels.why_xla(product, config)):
         raise NotImplementedError(reason)
-    if unproven is not None:
-        raise _Withheld(str(unproven)) from unproven
     return config
 
 

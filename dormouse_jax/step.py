@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dormouse_jax import gates
-from dormouse_jax.dispatch import device_of, interpreting, require_proven, require_triton, warn_once
+from dormouse_jax.dispatch import device_of, interpreting, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.kda_arguments import Arguments, Options, validate
 from dormouse_jax.reference import recurrent
@@ -124,7 +124,6 @@ def _plan(x: Arguments, options: Options) -> _Plan:
         return _Plan(asked, None, options, False, (("pallas_triton", f"implementation={asked!r} was asked for"),))
     try:
         require_triton(device, interpret)
-        require_proven("step", interpret)
         try:
             config = _kernels().choose_step_config(K=x.q.shape[-1], V=x.v.shape[-1])
         except ImportError as reason:

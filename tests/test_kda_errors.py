@@ -593,19 +593,12 @@ class DispatchTest(parameterized.TestCase):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)
         with (
-            unittest.mock.patch.dict(dispatch.UNPROVEN, {"raw": "raw gates", "step": "decoding kernels"}, clear=True),
+            unittest.mock.patch.dict(dispatch.UNPROVEN, {"raw": "raw gates"}, clear=True),
             unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
-            unittest.mock.patch("dormouse_jax.step.device_of", return_value=gpu),
         ):
             # Raw inputs need no kernel of their own: they are computed before the call, whose kernels are for others.
             (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, use_qk_l2norm_in_kernel=True))
             self.assertEqual((found.implementation, found.config.gradients), ("pallas_mosaic", "mosaic"))
-            token = {name: x[:, 0] for name, x in p.inputs.items()}
-            with self.assertWarnsRegex(RuntimeWarning, "'xla', not 'pallas_triton': decoding kernels were not held"):
-                (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda_step(**token, state=p.initial_state))
-            self.assertEqual(found.implementation, "xla")
-            with self.assertRaisesRegex(NotImplementedError, "decoding kernels were not held"):
-                dormouse_jax.kda_step(**token, state=p.initial_state, implementation="pallas")
 
     def test_packed_sequences_go_elsewhere_until_a_gpu_has_shown_them_to_be_right(self):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")

@@ -193,59 +193,18 @@ def _rows(backend: str, problem: Problem, device_kind: str) -> list[dict]:
     return [row for row in _table()[backend] if fits(row["match"])]
 
 
-class Unproven(ValueError):
-    """No configuration for a product was held to float64 on a GPU, as it would run it."""
-
-
-def traits(problem: Problem, config: TritonConfig | MosaicConfig) -> set[str]:
-    """What sets the kernel that runs a product with a configuration apart from others with the same configuration: the
-    words of "proven" in configs.json."""
-    M, N, K = problem.M, problem.N, problem.K
-    parts, steps = parts_of(K, config.tile_k, config.split)
-    found = {problem.dtype, "NT"[problem.transpose_a] + "NT"[problem.transpose_b], "split" if parts > 1 else "whole"}
-    found |= {"bias"} if problem.bias else set()
-    found |= {f"to {problem.out_dtype}"} if problem.out_dtype != problem.dtype else set()
-    if isinstance(config, TritonConfig):
-        # Along which axes tiles stick out and are masked, and whether the tile is the table's or that one turned.
-        sizes = (("M", M, config.tile_m), ("N", N, config.tile_n), ("K", K, config.tile_k * steps))
-        edges = "".join(axis for axis, size, tile in sizes if size % tile)
-        return found | {f"edges {edges}" if edges else "no edges", "wide" if M < N else "tall"}
-    found |= {"edges"} if M % config.tile_m or N % config.tile_n else set()
-    m, n = -(-M // config.tile_m), -(-N // config.tile_n)
-    found |= {"half a cluster"} if config.tiles(M, N) != (m, n) else set()
-    for shape, dtype in problem.stored.values():
-        # Operands of float32-accurate products are copied in pieces.
-        dtype = "bfloat16" if problem.precision == "fp32" else dtype
-        cols = TILE_BYTES // jnp.dtype(dtype).itemsize
-        found |= {"padded"} if padded_shape(shape, dtype) != shape else set()
-        found |= {"less than a TMA tile"} if shape[0] < TILE_ROWS or shape[1] < cols else set()
-        found |= {"2^31 elements"} if shape[0] * shape[1] > MAX_ELEMENTS else set()
-    return found
-
-
-def _why_unproven(row: dict, problem: Problem, config: TritonConfig | MosaicConfig) -> str:
-    """Why a row's kernel must not be chosen for a product on a GPU; "" where it was held to float64 there."""
-    needed = traits(problem, config)
-    if any(needed <= set(shown) for shown in row.get("proven", ())):
-        return ""
-    return f"{config} was not held to float64 on a GPU yet for {problem.precision} products of {sorted(needed)}"
-
-
-def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = None, proven: bool = True) -> TritonConfig:
+def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = None) -> TritonConfig:
     """The configuration of the Triton kernel for a product, read from configs.json without timing anything.
 
-    A configuration can be miscompiled. Those that can be chosen on a GPU are those whose results were held to float64
-    on one, for products like this: by `traits`, in a list under "proven" of a row.
+    A configuration can be miscompiled: a row enters the table only after its results were held to float64 on a GPU.
 
     Args:
       problem: the product.
       device_kind: `jax.Device.device_kind`, such as "NVIDIA H200"; any other string gets the general rows.
       cores: streaming multiprocessors of the device, None where it does not say.
-      proven: whether to take proven configurations only; interpret mode takes any.
 
     Raises:
       ValueError: the kernel does not take such sizes.
-      Unproven: the configuration was not held to float64 yet.
     """
     M, N, K = problem.M, problem.N, problem.K
     for what, ((rows, cols), _) in problem.stored.items():
@@ -260,10 +219,7 @@ def choose_triton(problem: Problem, *, device_kind: str, cores: int | None = Non
     tiles = -(-M // config.tile_m) * -(-N // config.tile_n)
     # A part of the contraction is worth its partial sums from about eight steps on.
     split = min(row["fill"] * (cores or DEFAULT_CORES) // tiles, K // (8 * config.tile_k), MAX_SPLIT)
-    config = dataclasses.replace(config, split=max(1, split))
-    if proven and (reason := _why_unproven(row, problem, config)):
-        raise Unproven(reason)
-    return config
+    return dataclasses.replace(config, split=max(1, split))
 
 
 def why_triton(problem: Problem) -> str:
@@ -306,7 +262,7 @@ def why_xla(problem: Problem, config: TritonConfig | MosaicConfig) -> str:
     )
 
 
-def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = None, proven: bool = True) -> MosaicConfig:
+def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = None) -> MosaicConfig:
     """The configuration of the Hopper kernel for a product: of the table's, whole or split, the one that should take
     the least time. Arguments and errors as in `choose_triton`."""
     M, N, K = problem.M, problem.N, problem.K
@@ -326,9 +282,5 @@ def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = Non
         for row in rows
         for split in range(1, 1 + max(1, min(MAX_SPLIT, K // MIN_PART)))
     ]
-    found.sort(key=lambda each: seconds(*each))
-    reasons = [_why_unproven(row, problem, config) if proven else "" for row, config in found]
-    if "" not in reasons:
-        raise Unproven(reasons[0])
-    config = found[reasons.index("")][1]
+    _, config = min(found, key=lambda each: seconds(*each))
     return dataclasses.replace(config, blocks=cores - cores % config.cluster_size)
