@@ -147,7 +147,9 @@ class AccuracyTest(parameterized.TestCase):
         arrays, dout = problem(4, 24, 2500, bias="float32")
         got = value_and_grads(arrays, dout, "pallas_triton")
         with helpers.kernels_run("pallas_triton"):
-            (forward,) = dormouse_jax.explain(lambda a, b: gemm(a, b), arrays["a"], arrays["b"])
+            (forward,) = dormouse_jax.explain(
+                functools.partial(gemm, implementation="pallas_triton"), arrays["a"], arrays["b"]
+            )
         self.assertGreater(forward.config.split, 1)
         assert_accurate(got, gemm_oracle(**arrays, dout=dout), dict.fromkeys(got, "float32"), "fp32")
 

@@ -166,10 +166,10 @@ def parts_of(K: int, tile_k: int, split: int) -> tuple[int, int]:
     return -(-K // (tile_k * steps)), steps
 
 
-def padded_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
-    """The least shape not smaller than this one of which TMA can copy tiles."""
+def padded_shape(shape: tuple[int, ...], dtype: str, row_bytes: int = TILE_BYTES) -> tuple[int, int]:
+    """The least shape not smaller than this one of which TMA can copy tiles with rows of so many bytes."""
     size = jnp.dtype(dtype).itemsize
-    multiples = (TILE_ROWS, 1), (TILE_BYTES // size, TMA_BYTES // size)
+    multiples = (TILE_ROWS, 1), (row_bytes // size, TMA_BYTES // size)
     rows, cols = (n + -n % (tile if n > tile else least) for n, (tile, least) in zip(shape, multiples, strict=True))
     return rows, cols
 

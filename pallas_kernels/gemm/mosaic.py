@@ -93,10 +93,10 @@ def matmul(
         # Of float32 operands the tensor cores want K along the rows. They cut bits off; a copy can as well be rounded.
         a, transpose_a = _tf32(a.T) if transpose_a else a, False
         b, transpose_b = b if transpose_b else _tf32(b.T), True
-    if precision == "fp32":
-        a_pieces, b_pieces = split(_padded(a, "bfloat16")), split(_padded(b, "bfloat16"))
-    else:
-        a_pieces, b_pieces = [_padded(a, a.dtype.name)], [_padded(b, b.dtype.name)]
+    dtype = jnp.dtype(jnp.bfloat16 if precision == "fp32" else a.dtype)
+    row_bytes = min(TILE_BYTES, config.tile_k * dtype.itemsize)
+    a, b = (_padded(x, dtype.name, row_bytes) for x in (a, b))
+    a_pieces, b_pieces = (split(x) if precision == "fp32" else [x] for x in (a, b))
     whole = parts_of(K, config.tile_k, config.split)[0] == 1
     call = _Call(
         M=M,
@@ -105,7 +105,7 @@ def matmul(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         pieces=len(a_pieces),
-        dtype=jnp.dtype(a_pieces[0].dtype),
+        dtype=dtype,
         out_dtype=jnp.dtype(out_dtype if whole else jnp.float32),
         has_bias=bias is not None and whole,
         config=config,
@@ -119,7 +119,6 @@ def matmul(
 
     def operand(rows, cols, transposed):
         shape = (cols, rows) if transposed else (rows, cols)
-        row_bytes = min(TILE_BYTES, config.tile_k * call.dtype.itemsize)
         return backend.tiles((config.stages * call.pieces, *shape), call.dtype, row_bytes)
 
     emptied = backend.barriers if config.cluster is None else backend.cluster_barriers
@@ -166,9 +165,9 @@ def _tf32(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
 
 
-def _padded(x: jax.Array, dtype: str) -> jax.Array:
+def _padded(x: jax.Array, dtype: str, row_bytes: int) -> jax.Array:
     """x with zeros behind its rows and columns, in a shape of which TMA can copy tiles of `dtype`."""
-    rows, cols = padded_shape(x.shape, dtype)
+    rows, cols = padded_shape(x.shape, dtype, row_bytes)
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, cols - x.shape[1])))
 
 
