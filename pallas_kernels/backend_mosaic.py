@@ -35,10 +35,14 @@ def launch(
     cluster: int,
     warpgroups: int,
     interpret: bool,
+    automatic_barriers: bool = True,
 ) -> Any:
     """Launches `body(*input refs, *output refs, **scratch refs)` as `programs` clusters of `cluster` blocks.
 
     output: a `jax.ShapeDtypeStruct`, or a list of them; what is returned is likewise.
+
+    automatic_barriers: whether every store to shared memory is between two barriers of the warpgroup. Without them, what
+    a warp reads after another one wrote it, or writes after another one read it, has to have a `commit` in between.
 
     `program()`, `block()` and `warpgroup()` say which one runs. Every element of the output must be written.
     """
@@ -52,7 +56,11 @@ def launch(
         cluster_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=not automatic_barriers,
+        ),
         kernel_name=name,
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(*inputs)

@@ -1,8 +1,12 @@
 """`kda_prepare` for Hopper, on Pallas's Mosaic GPU backend, for KDA with bfloat16 operands: names as in `forward`.
 
-A program holds one chunk. Tiles [64, C] have key channels as rows, as in `mosaic_chunks`; erased keys and queries then
-go, transposed and stacked, through shared memory, so that A and P are one product [64, C] a tile of channels. The
-inverse is substitution by rows, in float32, with the coefficients read one by one.
+A program holds 32 tokens, one chunk or two. Its tiles have tokens as rows, queries over keys, so that P over A is one
+product of 64 rows, straight from registers. Sums of log-decays over tokens are products of 0/1 matrices with two
+bfloat16 pieces of g.
+
+The inverse doubles blocks, from one row to the chunk: M_21 = -M_22 A_21 M_11 for all pairs of blocks at once is
+-M A M where those blocks lie, on the tensor cores from three bfloat16 pieces of each factor, which is float32's
+accuracy.
 """
 
 from __future__ import annotations
@@ -12,161 +16,263 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
 from pallas_kernels.kda.config import BLOCK, KdaConfig
-from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, beta_rows, check_sizes, exp, tile_scratch
+from pallas_kernels.kda.mosaic_tiles import LOG2_E, ROWS, check_sizes
 from pallas_kernels.kda.sizes import Sizes
+
+GROUP = 32  # Tokens of a program.
+ROW_BYTES = 2 * GROUP  # Of operands: products over the tokens of a program read no longer rows.
+PIECES = 3  # Of a factor in the inverse: 24 bits.
+SLAB = 64  # Key channels that a program has in registers.
+
+
+def _token_masks(C: int) -> np.ndarray:
+    """[n, 64, 32]: with which factors log-decays of tokens (columns) add up to the exponents of rows.
+
+    Rows are the program's tokens, twice. The exponents are those of queries and keys as rows of P and A; of keys as
+    their columns, in the same block and (second half) later ones; and where a chunk has several blocks, of queries and
+    keys that meet the chunk's first state, and (second half) of keys at its end.
+    """
+    i, t = np.arange(GROUP)[:, None], np.arange(GROUP)[None, :]
+    block, chunk = i // BLOCK == t // BLOCK, i // C == t // C
+    prefix, suffix = (block & (t <= i)).astype(float), (block & (t > i)).astype(float)
+    pairs = [(prefix, prefix), (-prefix, suffix)]
+    if C > BLOCK:
+        entering, leaving = (chunk & (t <= i)).astype(float), (chunk & (t > i)).astype(float)
+        pairs += [(entering, entering), (0.0 * leaving, leaving)]
+    return np.stack([np.concatenate(pair) for pair in pairs])
+
+
+def _chunk_masks(C: int) -> np.ndarray:
+    """[32, 32]: which tokens (rows) are those of a chunk (column)."""
+    return (np.arange(GROUP)[:, None] // C == np.arange(GROUP)[None, :]).astype(float)
+
+
+class _Products:
+    """Products of this warpgroup, with left operands from registers.
+
+    In interpret mode, which takes left operands from memory alone, they go through `left`.
+    """
+
+    def __init__(self, op: Any, left: dict[str, Any], interpret: bool):
+        self.op, self.left, self.interpret = op, left, interpret
+
+    def operand(self, name: str, value: jax.Array) -> Any:
+        value = value.astype(self.op)
+        if not self.interpret:
+            return value
+        self.left[f"left_{name}"][...] = value
+        return self.left[f"left_{name}"]
+
+    def __call__(self, n: int, *pairs: tuple[Any, Any]) -> jax.Array:
+        """The sum of a b over pairs (a, b), [64, n] in float32."""
+
+        def body(total):
+            for a, b in pairs:
+                bm.multiply(total, a, b)
+            return bm.settled(bm.read(total))
+
+        return bm.accumulators(body, (ROWS, n))
+
+    def accurate(self, x: list[Any], y: list[Any]) -> jax.Array:
+        """x y from the pieces of both, largest first: all products but those below float32's last bit."""
+        pairs = [(x[i], y[total - i]) for total in reversed(range(len(x))) for i in range(total + 1)]
+        return self(GROUP, *pairs)
+
+
+def _pieces(x: jax.Array, op: Any, count: int) -> jax.Array:
+    """x as a sum of bfloat16 numbers, largest first, one below the other: 8 bits each, the last one rounded.
+
+    Bits are cut off as those of integers: a conversion there and back would be one instruction a number, and a slow one.
+    """
+    found = []
+    for _ in range(count - 1):
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
+        found.append(lax.bitcast_convert_type(bits, jnp.float32))
+        x = x - found[-1]
+    return jnp.concatenate([*found, x], axis=0).astype(op)
+
+
+def _part(x: Any, i: int, axis: int = 0, size: int = ROWS) -> Any:
+    """The i-th tile of a value."""
+    places = slice(i * size, (i + 1) * size)
+    return x[places] if axis == 0 else x[:, places]
 
 
 def _kda_prepare(
-    q, k, v, g, beta, P, M, W, qhat, ktil, y, decay, *,
+    q, k, v, g, beta, token_masks, chunk_masks, P, M, W, qhat, ktil, y, decay, *,
     sizes: Sizes, scale: float, limit: float, op, always_exact: bool, interpret: bool,
-    q_tile, k_tile, g_tile, v_tile, w_tile, y_tile, all_rows, near_rows, near_keys, far_keys, p_tile, m_tile,
-    m_rows, beta_row, decay_row, masks, loaded, **left,
+    rows, g_tile, pieces, factors, scaled, p_tile, sums, beta_row, decay_rows, loaded, values_loaded, out_tile=None, **left,
 ):  # fmt: skip
-    C, tiles, nt, HV = sizes.C, sizes.bk // ROWS, sizes.nt, sizes.HV
-    n, head = lax.rem(bm.program(), nt), lax.div(bm.program(), nt)
-    b, h, tokens = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * C, C)
-    copies = [
-        (q.at[b, tokens, h], q_tile), (k.at[b, tokens, h], k_tile), (g.at[b, tokens, h], g_tile),
-        (v.at[b, tokens, h], v_tile), (beta.at[head, n], beta_row),
-    ]  # fmt: skip
+    C, HV, slabs, groups = sizes.C, sizes.HV, sizes.bk // SLAB, -(-sizes.T // GROUP)
+    n, head = lax.rem(bm.program(), groups), lax.div(bm.program(), groups)
+    b, h, tokens = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * GROUP, GROUP)
+    first, second, third = (pl.ds(i * GROUP, GROUP) for i in range(3))
+    queries_keys, keys_keys = pl.ds(0, ROWS), pl.ds(GROUP, ROWS)
+    copies = [(g.at[b, tokens, h, pl.ds(s * SLAB, SLAB)], g_tile.at[pl.ds(s * GROUP, GROUP)]) for s in range(slabs)]
+    copies += [(q.at[b, tokens, h], rows.at[first])]
+    copies += [(k.at[b, tokens, h], rows.at[x]) for x in (second, third)]
+    copies += [(chunk_masks, sums)]
+    copies += [(beta.at[head, n], beta_row.at[x]) for x in (first, second)]
     for source, target in copies:
         bm.copy_in(source, target, loaded)
-    on = Tiles(C, op, interpret, masks, left)
-    on.write_masks()
-    row, col, shape, f32 = on.row, on.col, (ROWS, C), jnp.float32
-    first_row, first_col = bm.indices((ROWS, BLOCK))
-    number = jnp.sum(jnp.where(first_row == 0, first_col, 0).astype(f32), axis=0)  # 0 to 15, laid out as rows of M are.
-    bm.commit()
+
+    chunks = GROUP // C
+    f32, blocks, shape, wide = jnp.float32, C > BLOCK, (ROWS, GROUP), (ROWS, SLAB)
+    product = _Products(op, left, interpret)
+    operand = product.operand
+    row, col = bm.indices(shape)
+    token, of_queries = lax.rem(row, GROUP), row < GROUP
+    own, other = lax.div(token, BLOCK), lax.div(col, BLOCK)
+    within = lax.rem(col, BLOCK)
+    scaled.at[pl.ds(GROUP, ROWS)][...] = bm.zeros(shape).astype(op)
     bm.wait(loaded)
 
-    blocks = C > BLOCK
-    beta_of = bm.load_row(beta_row, shape)
-    within = lax.rem(col, BLOCK)
-    near, far = bm.zeros(shape), bm.zeros(shape)
-    carried = []
-    for tile in range(tiles):
-        channels = pl.ds(tile * ROWS, ROWS)
-        gT = jnp.maximum(bm.load_transposed(g_tile.at[:, channels]), MIN_LOG_DECAY)
-        kT = bm.load_transposed(k_tile.at[:, channels]).astype(f32)
-        qT = bm.load_transposed(q_tile.at[:, channels]).astype(f32) * scale
-        bm.store_transposed(g_tile.at[:, channels], bm.zeros(shape))  # For what the exact path finds.
-        prefix, suffix = on.sums(gT, "prefix", "suffix")
-        up, down, anchor = exp(prefix), exp(suffix), exp(jnp.minimum(-prefix, limit))
-        slow = jnp.max(-prefix, axis=0) > limit
-        fast = bm.spread_columns(jnp.where(slow, 0.0, 1.0), shape)
-        E, Q = beta_of * kT * up, qT * up
-        bm.store_transposed(near_rows.at[pl.ds(0, C)], (fast * E).astype(op))
-        bm.store_transposed(near_rows.at[pl.ds(C, C)], (fast * Q).astype(op))
-        bm.store_transposed(near_keys, (kT * anchor).astype(op))
-        if blocks:
-            bm.store_transposed(all_rows.at[pl.ds(0, C)], E.astype(op))
-            bm.store_transposed(all_rows.at[pl.ds(C, C)], Q.astype(op))
-            bm.store_transposed(far_keys, (kT * down).astype(op))
-        bm.commit()
-        near = on.product((near_rows, bm.transpose(near_keys)), start=near)
-        if blocks:
-            far = on.product((all_rows, bm.transpose(far_keys)), start=far)
+    pieces[...] = _pieces(jnp.maximum(bm.load(g_tile) * LOG2_E, MIN_LOG_DECAY * LOG2_E), op, 2)
+    bm.commit()
 
-        def exact(step, span, gT=gT, kT=kT, qT=qT, fast=fast, tile=tile):
-            """Key j of every block against the rows of its block that need the exact path, over these channels."""
-            j = BLOCK - 1 - step
-            here = within == j
+    def visit(slab, totals):
+        """Adds the products of a slab of channels to P over A, in the same block and between blocks."""
+        channels = pl.ds(slab * SLAB, SLAB)
+        log_decays = [pieces.at[pl.ds(i * ROWS + slab * GROUP, GROUP)] for i in range(2)]
+        x, x_keys = bm.load(rows.at[queries_keys, channels]), bm.load(rows.at[keys_keys, channels]).astype(f32)
+        x = jnp.where(bm.indices(wide)[0] < GROUP, scale, 1.0) * x.astype(f32)
 
-            def of_block(x):
-                found = bm.zeros(shape)
-                for r in range(C // BLOCK):
-                    mine = lax.div(col, BLOCK) == r
-                    total = bm.spread_rows(jnp.sum(jnp.where(mine & here, x, 0.0), axis=1), shape)
-                    found = jnp.where(mine, total, found)
-                return found
+        def exponents(mask):
+            left = operand("mask", mask)
+            return product(SLAB, *((left, piece) for piece in reversed(log_decays)))
 
-            weight = jnp.where(within >= j, exp(span) * (1.0 - fast), 0.0) * of_block(kT)
-            for part, x in enumerate((beta_of * kT, qT)):
-                line = jnp.sum(x * weight, axis=0)
-                for r in range(C // BLOCK):
-                    g_tile.at[r * BLOCK + j, pl.ds(tile * ROWS + part * C, C)][...] = line
-            return jnp.where(within >= j, span + of_block(gT), span)
+        prefix = exponents(bm.load(token_masks.at[0]))
+        slow = jnp.max(-prefix, axis=1) > limit
+        up = x * jnp.exp2(prefix)
+
+        def exact(j, found):
+            """P and A of key j of every block, over these channels."""
+            here = (own == other) & (within == j)
+            span = (own == other) & (within > j) & (col <= token)
+            weight = jnp.exp2(exponents(jnp.where(span, 1.0, 0.0)))
+            weight *= product(SLAB, (operand("one", jnp.where(here, 1.0, 0.0)), rows.at[second, channels]))
+            return jnp.where(here, bm.spread_rows(jnp.sum(x * weight, axis=1), shape), found)
 
         any_slow = jnp.max(jnp.where(slow, 1.0, 0.0)) > 0.5
         steps = BLOCK if always_exact else any_slow.astype(jnp.int32) * BLOCK
-        lax.fori_loop(0, steps, exact, bm.zeros(shape))
-        bm.commit()
-        near += bm.load_transposed(g_tile.at[:, channels])
+        exactly = lax.fori_loop(0, steps, exact, bm.zeros(shape))
 
+        down = x_keys * jnp.exp2(jnp.minimum(exponents(bm.load(token_masks.at[1])), limit))
+        halves = [_part(x.astype(op), i, 1, GROUP) for x in (down, up) for i in range(2)]
+        keys = factors.at[pl.ds(0, 2 * ROWS)]
+        keys[...] = jnp.concatenate(halves[:2], axis=0)
+        bm.commit()
+        width = 2 * GROUP if blocks else GROUP
+        against = [bm.transpose(keys.at[pl.ds(i * ROWS, width)]) for i in range(2)]
+        found = product(width, *((operand(f"a{i}", halves[2 + i]), against[i]) for i in range(2)))
+        near = jnp.where(bm.spread_rows(jnp.where(slow, 1.0, 0.0), shape) > 0.5, exactly, found[:, :GROUP])
         if blocks:
-            base, rest = on.sums(gT, "base", "rest")
-            up, down = up * exp(base), down * exp(rest)
-        carried.append((beta_of * kT * up).astype(op))
-        decay_row.at[channels][...] = jnp.sum(jnp.where(col == C - 1, up, 0.0), axis=1)
-        bm.store_transposed(q_tile.at[:, channels], (qT * up).astype(op))
-        bm.store_transposed(k_tile.at[:, channels], (kT * down).astype(op))
-
-    # Rows below C: A_ij, strictly lower; rows from C on: P_ij, lower.
-    i = lax.rem(row, C)
-    own, other = lax.div(i, BLOCK), lax.div(col, BLOCK)
-    D = jnp.where((own == other) & (i > col) | (row >= C) & (i == col), near, 0.0)
-    if blocks:
-        D = jnp.where(own > other, far, D)
-    D = jnp.where(row < 2 * C, D, 0.0)
-    # A^T, whose coefficients the substitution reads, takes the place of g.
-    bm.store_transposed(g_tile.at[:, pl.ds(0, ROWS)], D)
-    p_tile[...] = D.astype(op)
-    m_rows[...] = bm.zeros(shape)
-    bm.commit()
-
-    # Row i of the inverse of a diagonal block is e_i - sum_j A_ij M_j.
-    inverse: list[list[jax.Array]] = []
-    for r in range(C // BLOCK):
-        start, rows = r * BLOCK, []
-        for line in range(BLOCK):
-            value = jnp.where(number == line, 1.0, 0.0)
-            for j in range(line):
-                value -= g_tile[start + j, start + line] * rows[j]
-            rows.append(value)
-            m_rows.at[start + line, pl.ds(start, BLOCK)][...] = value
-        inverse.append(rows)
-    if blocks:  # M_10 = -M_11 A_10 M_00
+            down = x_keys * jnp.exp2(exponents(bm.load(token_masks.at[3])))
+            up = x * jnp.exp2(exponents(bm.load(token_masks.at[2])))
+        total = product(GROUP, *((bm.transpose(piece), sums) for piece in reversed(log_decays)))
+        for c in range(chunks):
+            in_chunk = jnp.where(col == c, total, 0.0)
+            decay_rows.at[c, channels][...] = jnp.exp2(jnp.sum(in_chunk, axis=1))
+        # Results take the place of the inputs: Ktil in the last rows, then Qhat over Ehat.
+        rows.at[keys_keys, channels][...] = down.astype(op)
         bm.commit()
-        right = []
-        for line in range(BLOCK):
-            value = bm.row_zeros(BLOCK)
-            for j in range(BLOCK):
-                value += g_tile[j, BLOCK + line] * inverse[0][j]
-            right.append(value)
-        for line in range(BLOCK):
-            value = bm.row_zeros(BLOCK)
-            for j in range(line + 1):
-                value -= m_rows[BLOCK + line, BLOCK + j] * right[j]
-            m_rows.at[BLOCK + line, pl.ds(0, BLOCK)][...] = value
-    bm.commit()
-    m_tile[...] = bm.load(m_rows).astype(op)
-    bm.commit()
+        rows.at[queries_keys, channels][...] = up.astype(op)
+        return [sum_ + new for sum_, new in zip(totals, (near, *([found[:, GROUP:]] if blocks else [])), strict=True)]
 
-    M_T = bm.transpose(m_tile.at[pl.ds(0, C)])
-    for tile, Ehat in enumerate(carried):
-        bm.store_transposed(w_tile.at[:, pl.ds(tile * ROWS, ROWS)], on.product((on.operand("a", Ehat), M_T)).astype(op))
-    bm.copy_buffers_out(
-        [
-            (q_tile, qhat.at[head, n]),
-            (k_tile, ktil.at[head, n]),
-            (w_tile, W.at[head, n]),
-            (p_tile.at[pl.ds(C, C)], P.at[head, n]),
-            (m_tile.at[pl.ds(0, C)], M.at[head, n]),
-            (decay_row, decay.at[head, n, 0]),
-        ]
-    )
+    near, *far = lax.fori_loop(0, slabs, visit, [bm.zeros(shape) for _ in range(2 if blocks else 1)])
+
+    in_block = (own == other) & ((col < token) | of_queries & (col == token))
+    D = jnp.where(in_block, near, 0.0)
+    if blocks:
+        D = jnp.where(own > other, far[0], D)
+    A = jnp.where(of_queries, 0.0, D * bm.spread_rows(bm.load_column(beta_row), shape))
+
+    def of_chunks(x):
+        """The square blocks on the diagonal of x, side by side along its rows."""
+        return x if C == GROUP else x[:, :C] + x[:, C:]
+
+    def rows_of(x):
+        return x.at[head, pl.ds(n * GROUP, GROUP)]
+
+    p_tile[...] = of_chunks(D).astype(op)
+    factors.at[pl.ds(0, PIECES * ROWS)][...] = _pieces(A, op, PIECES)
+    bm.commit()
     for slab in range(sizes.bv // ROWS):
-        columns = pl.ds(slab * ROWS, ROWS)
-        value = beta_of * bm.load_transposed(v_tile.at[:, columns]).astype(f32)
-        Y = on.product((on.operand("b", value), M_T)).astype(op)
-        bm.copy_out(Y, y_tile, y.at[head, n, columns], unread=0)
+        target = pieces.at[pl.ds(slab * GROUP, GROUP)]
+        bm.copy_in(v.at[b, tokens, h, pl.ds(slab * ROWS, ROWS)], target, values_loaded)
+    bm.copy_buffers_out(
+        [(rows.at[first], rows_of(qhat)), (rows.at[third], rows_of(ktil)), (p_tile.at[first], rows_of(P))]
+    )
+
+    right_A, right_M = ([factors.at[pl.ds((f + i) * ROWS + GROUP, GROUP)] for i in range(PIECES)] for f in (0, PIECES))
+    # Rows of blocks of 2^n tokens and columns of their neighbours: their numbers differ in bit n, and none above.
+    distance = token ^ col
+
+    def double(level, M):
+        size = lax.shift_left(1, level)
+        M_pieces = _pieces(M, op, PIECES)
+        factors.at[pl.ds(PIECES * ROWS, PIECES * ROWS)][...] = M_pieces
+        bm.commit()
+        MA = product.accurate([operand(f"a{i}", _part(M_pieces, i)) for i in range(PIECES)], right_A)
+        MA_pieces = _pieces(MA, op, PIECES)
+        MAM = product.accurate([operand(f"b{i}", _part(MA_pieces, i)) for i in range(PIECES)], right_M)
+        bm.commit()
+        return M - jnp.where((distance >= size) & (distance < 2 * size) & (col < token), MAM, 0.0)
+
+    identity = jnp.where(of_queries, 0.0, jnp.where(distance == 0, 1.0, 0.0))
+    pairs_of_two = identity - jnp.where(distance == 1, A, 0.0)
+    inverse = lax.fori_loop(1, C.bit_length() - 1, double, pairs_of_two)
+
+    # Results take the place of factors: W in two tiles, then M and Y, unless those are of more chunks than one.
+    out = out_tile if chunks > 1 else factors.at[pl.ds(2 * ROWS, ROWS + sizes.bv)]
+    out.at[pl.ds(0, ROWS)][...] = of_chunks(inverse).astype(op)
+    M_beta = (inverse * bm.load_row(beta_row.at[first], shape)).astype(op)
+    scaled.at[queries_keys][...] = M_beta
+    bm.commit()
+    bm.copy_buffers_out([(out.at[second], rows_of(M))])
+    # Two slabs share a product: M over zeros times the first, zeros over M times the second.
+    pairs = [(operand("a0", M_beta), rows.at[second, pl.ds((slabs - 1) * SLAB, SLAB)])]
+    if slabs == 2:
+        pairs += [(operand("a1", bm.load(scaled.at[keys_keys])), rows.at[second, pl.ds(0, SLAB)])]
+    found = product(SLAB, *pairs).astype(op)
+    factors.at[pl.ds(0, 2 * ROWS)][...] = jnp.concatenate([_part(found, i, 1, GROUP) for i in range(2)], axis=0)
+    bm.commit()
+    for slab in range(slabs):
+        for half in range(2):
+            place = pl.ds(half * ROWS + (slab if slabs == 2 else 1) * GROUP, GROUP)
+            channels = pl.ds(slab * SLAB + half * GROUP, GROUP)
+            bm.copy_buffers_out([(factors.at[place], rows_of(W).at[:, channels])])
+    bm.wait(values_loaded)
+    M_T = bm.transpose(scaled.at[second])
+    for slab in range(sizes.bv // ROWS):
+        value = product(GROUP, (bm.transpose(pieces.at[pl.ds(slab * GROUP, GROUP)]), M_T)).astype(op)
+        for c in range(chunks):
+            out.at[pl.ds(ROWS + c * sizes.bv + slab * ROWS, ROWS)][...] = _part(value, c, 1, C)
+    bm.commit()
+    for c in range(chunks):
+
+        def copy_chunk(c=c):
+            tile = out.at[pl.ds(ROWS + c * sizes.bv, sizes.bv)]
+            bm.copy_buffers_out(
+                [(decay_rows.at[c], decay.at[head, n * chunks + c]), (tile, y.at[head, n * chunks + c])]
+            )
+
+        pl.when(n * chunks + c < sizes.nt)(copy_chunk)
     bm.finish_copies_out()
+
+
+BARRIERS = False
+
+
+def config_barriers():
+    return BARRIERS
 
 
 def prepare(q, k, v, g, beta, *, scale, config: KdaConfig, interpret):
@@ -179,34 +285,37 @@ def prepare(q, k, v, g, beta, *, scale, config: KdaConfig, interpret):
     sizes = Sizes.of(q, v, beta, config)
     check_sizes(sizes, q, k, v)
     heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
-    op, shape = q.dtype, jax.ShapeDtypeStruct
-    outputs = [shape((heads, nt, C, C), op)] * 2
-    outputs += [shape((heads, nt, C, bk), op)] * 3
-    outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
+    groups, chunks = -(-sizes.T // GROUP), GROUP // C
+    op, f32, shape = q.dtype, jnp.float32, jax.ShapeDtypeStruct
+    outputs = [shape((heads, nt * C, C), op)] * 2 + [shape((heads, nt * C, bk), op)] * 3
+    outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, bk), f32)]
+    padded = jnp.pad(beta.astype(f32), ((0, 0), (0, groups * GROUP - sizes.T), (0, 0)))
+    inputs = [q, k, v, g.astype(f32), padded.swapaxes(1, 2).reshape(heads, groups, GROUP)]
+    inputs += [jnp.asarray(_token_masks(C), op), jnp.asarray(_chunk_masks(C), op)]
     scratch: dict[str, Any] = {
-        "q_tile": bm.tiles((C, bk), op),
-        "k_tile": bm.tiles((C, bk), op),
-        "g_tile": bm.rows((C, bk), jnp.float32),
-        "v_tile": bm.tiles((C, bv), op),
-        "w_tile": bm.tiles((C, bk), op),
-        "y_tile": bm.tiles((ROWS, C), op, 2 * C),
-        "all_rows": bm.tiles((ROWS, ROWS), op),
-        "near_rows": bm.tiles((ROWS, ROWS), op),
-        "near_keys": bm.tiles((C, ROWS), op),
-        "far_keys": bm.tiles((C, ROWS), op),
+        "rows": bm.tiles((3 * GROUP, bk), op, ROW_BYTES),
+        "g_tile": bm.tiles((ROWS, SLAB), f32),
+        "pieces": bm.tiles((2 * ROWS, SLAB), op, ROW_BYTES),
+        "factors": bm.tiles((max(2 * PIECES * ROWS, 3 * ROWS + bv), GROUP), op, ROW_BYTES),
+        "scaled": bm.tiles((3 * GROUP, GROUP), op, ROW_BYTES),
         "p_tile": bm.tiles((ROWS, C), op, 2 * C),
-        "m_tile": bm.tiles((ROWS, C), op, 2 * C),
-        "m_rows": bm.rows((ROWS, C), jnp.float32),
-        "beta_row": bm.rows((C,), jnp.float32),
-        "decay_row": bm.rows((bk,), jnp.float32),
-        "loaded": bm.barriers(None, 5),
+        "out_tile": bm.tiles((ROWS + chunks * bv, C), op, 2 * C) if chunks > 1 else None,
+        "sums": bm.tiles((GROUP, GROUP), op, ROW_BYTES),
+        "beta_row": bm.rows((ROWS,), f32),
+        "decay_rows": bm.rows((chunks, bk), f32),
+        "loaded": bm.barriers(None, bk // SLAB + 6),
+        "values_loaded": bm.barriers(None, bv // ROWS),
     }
-    scratch |= tile_scratch(C, op, interpret)
+    if interpret:
+        scratch |= {f"left_{name}": bm.rows((ROWS, GROUP), op) for name in ("mask", "one", *(f"{x}{i}" for x in "ab" for i in range(PIECES)))}
+    scratch = {name: x for name, x in scratch.items() if x is not None}
     body = functools.partial(
-        _kda_prepare, sizes=sizes, scale=scale, limit=FAST_LIMIT["16bit"], op=op, always_exact=config.always_exact,
-        interpret=interpret,
+        _kda_prepare, sizes=sizes, scale=scale, limit=FAST_LIMIT["16bit"] * LOG2_E, op=op,
+        always_exact=config.always_exact, interpret=interpret,
     )  # fmt: skip
-    return bm.launch(
-        body, "kda_prepare", [q, k, v, g.astype(jnp.float32), beta_rows(beta, sizes)], outputs, scratch,
-        programs=heads * nt, cluster=1, warpgroups=1, interpret=interpret,
+    P, M, W, Qhat, Ktil, Y, decay = bm.launch(
+        body, "kda_prepare", inputs, outputs, scratch, programs=heads * groups, cluster=1, warpgroups=1,
+        interpret=interpret, automatic_barriers=config_barriers(),
     )  # fmt: skip
+    tiles = [x.reshape(heads, nt, C, -1) for x in (P, M, W, Qhat, Ktil)]
+    return *tiles, Y, decay.reshape(heads, nt, 1, bk)
