@@ -41,8 +41,8 @@ def launch(
 
     output: a `jax.ShapeDtypeStruct`, or a list of them; what is returned is likewise.
 
-    automatic_barriers: whether every store to shared memory is between two barriers of the warpgroup. Without them, what
-    a warp reads after another one wrote it, or writes after another one read it, has to have a `commit` in between.
+    automatic_barriers: whether every store to shared memory is between two barriers of the warpgroup. Without them, a
+    `commit` has to stand between what one warp writes and another reads, and between a read and a later write.
 
     `program()`, `block()` and `warpgroup()` say which one runs. Every element of the output must be written.
     """

@@ -30,14 +30,15 @@ GROUP = 32  # Tokens of a program.
 ROW_BYTES = 2 * GROUP  # Of operands: products over the tokens of a program read no longer rows.
 PIECES = 3  # Of a factor in the inverse: 24 bits.
 SLAB = 64  # Key channels that a program has in registers.
+BARRIERS = False  # Around every store: `commit` stands where one is needed.
 
 
 def _token_masks(C: int) -> np.ndarray:
-    """[n, 64, 32]: with which factors log-decays of tokens (columns) add up to the exponents of rows.
+    """[64 n, 32]: with which factors log-decays of tokens (columns) add up to the exponents of rows.
 
     Rows are the program's tokens, twice. The exponents are those of queries and keys as rows of P and A; of keys as
-    their columns, in the same block and (second half) later ones; and where a chunk has several blocks, of queries and
-    keys that meet the chunk's first state, and (second half) of keys at its end.
+    their columns, in the same block and (second half) later ones; and where a chunk has several blocks, of keys at its
+    end (second half), and of queries and keys that meet the chunk's first state.
     """
     i, t = np.arange(GROUP)[:, None], np.arange(GROUP)[None, :]
     block, chunk = i // BLOCK == t // BLOCK, i // C == t // C
@@ -45,8 +46,8 @@ def _token_masks(C: int) -> np.ndarray:
     pairs = [(prefix, prefix), (-prefix, suffix)]
     if C > BLOCK:
         entering, leaving = (chunk & (t <= i)).astype(float), (chunk & (t > i)).astype(float)
-        pairs += [(entering, entering), (0.0 * leaving, leaving)]
-    return np.stack([np.concatenate(pair) for pair in pairs])
+        pairs += [(0.0 * leaving, leaving), (entering, entering)]
+    return np.concatenate([part for pair in pairs for part in pair])
 
 
 def _chunk_masks(C: int) -> np.ndarray:
@@ -70,30 +71,35 @@ class _Products:
         self.left[f"left_{name}"][...] = value
         return self.left[f"left_{name}"]
 
-    def __call__(self, n: int, *pairs: tuple[Any, Any]) -> jax.Array:
-        """The sum of a b over pairs (a, b), [64, n] in float32."""
+    def together(self, *products: list[tuple[Any, Any]]) -> list[jax.Array]:
+        """For each list of pairs (a, b) the sum of a b, in float32. All run before the first is read."""
 
-        def body(total):
-            for a, b in pairs:
-                bm.multiply(total, a, b)
-            return bm.settled(bm.read(total))
+        def body(*totals):
+            for total, pairs in zip(totals, products, strict=True):
+                for a, b in pairs:
+                    bm.multiply(total, a, b)
+            return [bm.settled(bm.read(total)) for total in totals]
 
-        return bm.accumulators(body, (ROWS, n))
+        return bm.accumulators(body, *((pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in products))
+
+    def __call__(self, *pairs: tuple[Any, Any]) -> jax.Array:
+        return self.together(list(pairs))[0]
 
     def accurate(self, x: list[Any], y: list[Any]) -> jax.Array:
         """x y from the pieces of both, largest first: all products but those below float32's last bit."""
         pairs = [(x[i], y[total - i]) for total in reversed(range(len(x))) for i in range(total + 1)]
-        return self(GROUP, *pairs)
+        return self(*pairs)
 
 
 def _pieces(x: jax.Array, op: Any, count: int) -> jax.Array:
-    """x as a sum of bfloat16 numbers, largest first, one below the other: 8 bits each, the last one rounded.
+    """x as a sum of bfloat16 numbers, largest first, one below the other. Three have all bits of float32.
 
-    Bits are cut off as those of integers: a conversion there and back would be one instruction a number, and a slow one.
+    Bits are cut off, or rounded, as those of integers: a conversion there and back would take a slow instruction for
+    every number.
     """
-    found = []
+    found, half = [], 0 if count > 2 else 1 << 15
     for _ in range(count - 1):
-        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
+        bits = (lax.bitcast_convert_type(x, jnp.int32) + half) & jnp.int32(-1 << 16)
         found.append(lax.bitcast_convert_type(bits, jnp.float32))
         x = x - found[-1]
     return jnp.concatenate([*found, x], axis=0).astype(op)
@@ -108,7 +114,8 @@ def _part(x: Any, i: int, axis: int = 0, size: int = ROWS) -> Any:
 def _kda_prepare(
     q, k, v, g, beta, token_masks, chunk_masks, P, M, W, qhat, ktil, y, decay, *,
     sizes: Sizes, scale: float, limit: float, op, always_exact: bool, interpret: bool,
-    rows, g_tile, pieces, factors, scaled, p_tile, sums, beta_row, decay_rows, loaded, values_loaded, out_tile=None, **left,
+    rows, g_tile, pieces, factors, scaled, p_tile, sums, beta_row, decay_rows, loaded, values_loaded,
+    out_tile=None, **left,
 ):  # fmt: skip
     C, HV, slabs, groups = sizes.C, sizes.HV, sizes.bk // SLAB, -(-sizes.T // GROUP)
     n, head = lax.rem(bm.program(), groups), lax.div(bm.program(), groups)
@@ -141,49 +148,58 @@ def _kda_prepare(
         """Adds the products of a slab of channels to P over A, in the same block and between blocks."""
         channels = pl.ds(slab * SLAB, SLAB)
         log_decays = [pieces.at[pl.ds(i * ROWS + slab * GROUP, GROUP)] for i in range(2)]
-        x, x_keys = bm.load(rows.at[queries_keys, channels]), bm.load(rows.at[keys_keys, channels]).astype(f32)
-        x = jnp.where(bm.indices(wide)[0] < GROUP, scale, 1.0) * x.astype(f32)
+        x, x_keys = bm.load(rows.at[queries_keys, channels]), bm.load(rows.at[keys_keys, channels])
 
-        def exponents(mask):
-            left = operand("mask", mask)
-            return product(SLAB, *((left, piece) for piece in reversed(log_decays)))
+        def scaled_by(factor):
+            """Queries, times the scale, over keys, times exp2 of the exponents."""
+            return jnp.where(bm.indices(wide)[0] < GROUP, scale, 1.0) * x.astype(f32) * factor
 
-        prefix = exponents(bm.load(token_masks.at[0]))
+        def exponents(mask, name="mask"):
+            left = operand(name, mask)
+            return [(left, piece) for piece in reversed(log_decays)]
+
+        def both(first):
+            return exponents(bm.load(token_masks.at[pl.ds(first * ROWS, 2 * ROWS)]), "masks")
+
+        total, found = product.together([(bm.transpose(piece), sums) for piece in reversed(log_decays)], both(0))
+        for c in range(chunks):
+            in_chunk = jnp.where(col == c, total, 0.0)
+            decay_rows.at[c, channels][...] = jnp.exp2(jnp.sum(in_chunk, axis=1))
+        prefix = _part(found, 0)
         slow = jnp.max(-prefix, axis=1) > limit
-        up = x * jnp.exp2(prefix)
+        up = scaled_by(jnp.exp2(prefix)).astype(op)
+        down = (x_keys.astype(f32) * jnp.exp2(jnp.minimum(_part(found, 1), limit))).astype(op)
+        keys = factors.at[pl.ds(0, 2 * ROWS)]
+        keys[...] = jnp.concatenate([_part(down, i, 1, GROUP) for i in range(2)], axis=0)
 
         def exact(j, found):
             """P and A of key j of every block, over these channels."""
             here = (own == other) & (within == j)
             span = (own == other) & (within > j) & (col <= token)
-            weight = jnp.exp2(exponents(jnp.where(span, 1.0, 0.0)))
-            weight *= product(SLAB, (operand("one", jnp.where(here, 1.0, 0.0)), rows.at[second, channels]))
-            return jnp.where(here, bm.spread_rows(jnp.sum(x * weight, axis=1), shape), found)
+            one = operand("one", jnp.where(here, 1.0, 0.0))
+            between, key = product.together(exponents(jnp.where(span, 1.0, 0.0)), [(one, rows.at[second, channels])])
+            line = jnp.sum(scaled_by(jnp.exp2(between)) * key, axis=1)
+            return jnp.where(here, bm.spread_rows(line, shape), found)
 
         any_slow = jnp.max(jnp.where(slow, 1.0, 0.0)) > 0.5
         steps = BLOCK if always_exact else any_slow.astype(jnp.int32) * BLOCK
         exactly = lax.fori_loop(0, steps, exact, bm.zeros(shape))
 
-        down = x_keys * jnp.exp2(jnp.minimum(exponents(bm.load(token_masks.at[1])), limit))
-        halves = [_part(x.astype(op), i, 1, GROUP) for x in (down, up) for i in range(2)]
-        keys = factors.at[pl.ds(0, 2 * ROWS)]
-        keys[...] = jnp.concatenate(halves[:2], axis=0)
         bm.commit()
         width = 2 * GROUP if blocks else GROUP
         against = [bm.transpose(keys.at[pl.ds(i * ROWS, width)]) for i in range(2)]
-        found = product(width, *((operand(f"a{i}", halves[2 + i]), against[i]) for i in range(2)))
-        near = jnp.where(bm.spread_rows(jnp.where(slow, 1.0, 0.0), shape) > 0.5, exactly, found[:, :GROUP])
+        pairs = [(operand(f"a{i}", _part(up, i, 1, GROUP)), against[i]) for i in range(2)]
         if blocks:
-            down = x_keys * jnp.exp2(exponents(bm.load(token_masks.at[3])))
-            up = x * jnp.exp2(exponents(bm.load(token_masks.at[2])))
-        total = product(GROUP, *((bm.transpose(piece), sums) for piece in reversed(log_decays)))
-        for c in range(chunks):
-            in_chunk = jnp.where(col == c, total, 0.0)
-            decay_rows.at[c, channels][...] = jnp.exp2(jnp.sum(in_chunk, axis=1))
+            found, exponent = product.together(pairs, both(2))
+            down = (x_keys.astype(f32) * jnp.exp2(_part(exponent, 0))).astype(op)
+            up = scaled_by(jnp.exp2(_part(exponent, 1))).astype(op)
+        else:
+            found = product(*pairs)
+        near = jnp.where(bm.spread_rows(jnp.where(slow, 1.0, 0.0), shape) > 0.5, exactly, found[:, :GROUP])
         # Results take the place of the inputs: Ktil in the last rows, then Qhat over Ehat.
-        rows.at[keys_keys, channels][...] = down.astype(op)
+        rows.at[keys_keys, channels][...] = down
         bm.commit()
-        rows.at[queries_keys, channels][...] = up.astype(op)
+        rows.at[queries_keys, channels][...] = up
         return [sum_ + new for sum_, new in zip(totals, (near, *([found[:, GROUP:]] if blocks else [])), strict=True)]
 
     near, *far = lax.fori_loop(0, slabs, visit, [bm.zeros(shape) for _ in range(2 if blocks else 1)])
@@ -241,21 +257,22 @@ def _kda_prepare(
     pairs = [(operand("a0", M_beta), rows.at[second, pl.ds((slabs - 1) * SLAB, SLAB)])]
     if slabs == 2:
         pairs += [(operand("a1", bm.load(scaled.at[keys_keys])), rows.at[second, pl.ds(0, SLAB)])]
-    found = product(SLAB, *pairs).astype(op)
+    bm.wait(values_loaded)
+    M_T = bm.transpose(scaled.at[second])
+    values = [(bm.transpose(pieces.at[pl.ds(slab * GROUP, GROUP)]), M_T) for slab in range(sizes.bv // ROWS)]
+    found, *values = product.together(pairs, *([pair] for pair in values))
+    found = found.astype(op)
     factors.at[pl.ds(0, 2 * ROWS)][...] = jnp.concatenate([_part(found, i, 1, GROUP) for i in range(2)], axis=0)
+    for slab, value in enumerate(values):
+        for c in range(chunks):
+            place = pl.ds(ROWS + c * sizes.bv + slab * ROWS, ROWS)
+            out.at[place][...] = _part(value.astype(op), c, 1, C)
     bm.commit()
     for slab in range(slabs):
         for half in range(2):
             place = pl.ds(half * ROWS + (slab if slabs == 2 else 1) * GROUP, GROUP)
             channels = pl.ds(slab * SLAB + half * GROUP, GROUP)
             bm.copy_buffers_out([(factors.at[place], rows_of(W).at[:, channels])])
-    bm.wait(values_loaded)
-    M_T = bm.transpose(scaled.at[second])
-    for slab in range(sizes.bv // ROWS):
-        value = product(GROUP, (bm.transpose(pieces.at[pl.ds(slab * GROUP, GROUP)]), M_T)).astype(op)
-        for c in range(chunks):
-            out.at[pl.ds(ROWS + c * sizes.bv + slab * ROWS, ROWS)][...] = _part(value, c, 1, C)
-    bm.commit()
     for c in range(chunks):
 
         def copy_chunk(c=c):
@@ -266,13 +283,6 @@ def _kda_prepare(
 
         pl.when(n * chunks + c < sizes.nt)(copy_chunk)
     bm.finish_copies_out()
-
-
-BARRIERS = False
-
-
-def config_barriers():
-    return BARRIERS
 
 
 def prepare(q, k, v, g, beta, *, scale, config: KdaConfig, interpret):
@@ -307,7 +317,9 @@ def prepare(q, k, v, g, beta, *, scale, config: KdaConfig, interpret):
         "values_loaded": bm.barriers(None, bv // ROWS),
     }
     if interpret:
-        scratch |= {f"left_{name}": bm.rows((ROWS, GROUP), op) for name in ("mask", "one", *(f"{x}{i}" for x in "ab" for i in range(PIECES)))}
+        scratch["left_masks"] = bm.rows((2 * ROWS, GROUP), op)
+        names = ["mask", "one", *(f"{x}{i}" for x in "ab" for i in range(PIECES))]
+        scratch |= {f"left_{name}": bm.rows((ROWS, GROUP), op) for name in names}
     scratch = {name: x for name, x in scratch.items() if x is not None}
     body = functools.partial(
         _kda_prepare, sizes=sizes, scale=scale, limit=FAST_LIMIT["16bit"] * LOG2_E, op=op,
@@ -315,7 +327,7 @@ def prepare(q, k, v, g, beta, *, scale, config: KdaConfig, interpret):
     )  # fmt: skip
     P, M, W, Qhat, Ktil, Y, decay = bm.launch(
         body, "kda_prepare", inputs, outputs, scratch, programs=heads * groups, cluster=1, warpgroups=1,
-        interpret=interpret, automatic_barriers=config_barriers(),
+        interpret=interpret, automatic_barriers=BARRIERS,
     )  # fmt: skip
     tiles = [x.reshape(heads, nt, C, -1) for x in (P, M, W, Qhat, Ktil)]
     return *tiles, Y, decay.reshape(heads, nt, 1, bk)
