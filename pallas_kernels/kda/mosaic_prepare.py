@@ -115,7 +115,7 @@ def _kda_prepare(
     q, k, v, g, beta, token_masks, chunk_masks, P, M, W, qhat, ktil, y, decay, *,
     sizes: Sizes, scale: float, limit: float, op, always_exact: bool, interpret: bool,
     rows, g_tile, pieces, factors, scaled, p_tile, sums, beta_row, decay_rows, loaded, values_loaded,
-    out_tile=None, **left,
+    out_tile: Any = None, **left,
 ):  # fmt: skip
     C, HV, slabs, groups = sizes.C, sizes.HV, sizes.bk // SLAB, -(-sizes.T // GROUP)
     n, head = lax.rem(bm.program(), groups), lax.div(bm.program(), groups)
@@ -247,7 +247,7 @@ def _kda_prepare(
     inverse = lax.fori_loop(1, C.bit_length() - 1, double, pairs_of_two)
 
     # Results take the place of factors: W in two tiles, then M and Y, unless those are of more chunks than one.
-    out = out_tile if chunks > 1 else factors.at[pl.ds(2 * ROWS, ROWS + sizes.bv)]
+    out = factors.at[pl.ds(2 * ROWS, ROWS + sizes.bv)] if chunks == 1 else out_tile
     out.at[pl.ds(0, ROWS)][...] = of_chunks(inverse).astype(op)
     M_beta = (inverse * bm.load_row(beta_row.at[first], shape)).astype(op)
     scaled.at[queries_keys][...] = M_beta
