@@ -3,6 +3,7 @@
 import importlib.metadata
 
 from dormouse_jax import context_parallel
+from dormouse_jax.attention import attention
 from dormouse_jax.dispatch import interpret_kernels
 from dormouse_jax.explain import explain
 from dormouse_jax.gemm import gemm
@@ -14,4 +15,14 @@ try:
 except importlib.metadata.PackageNotFoundError:  # run from a source tree
     __version__ = "0.0.0+source"
 
-__all__ = ["__version__", "context_parallel", "explain", "gdn2", "gemm", "interpret_kernels", "kda", "kda_step"]
+__all__ = [
+    "__version__",
+    "attention",
+    "context_parallel",
+    "explain",
+    "gdn2",
+    "gemm",
+    "interpret_kernels",
+    "kda",
+    "kda_step",
+]

@@ -30,6 +30,7 @@ CONSUMER_SHARED = 101376
 UNPROVEN = {
     "raw": "kernels that take raw gates, beta, queries or keys",
     "packed": "kernels that take packed sequences",
+    "attention": "the attention kernels",
 }
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)

@@ -24,7 +24,7 @@ class OperatorCall:
     """One operator call inside a function.
 
     Attributes:
-      operator: "kda", "gdn2" or "gemm".
+      operator: "kda", "gdn2", "kda_step", "gemm" or "attention".
       direction: "forward", "forward with residuals" (of a differentiated call that keeps some) or "backward".
       implementation: the one that runs.
       precision: the precision of its products.

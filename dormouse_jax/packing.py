@@ -59,6 +59,21 @@ def sequence_of_tokens(cu_seqlens: jax.Array, T: int) -> jax.Array:
     return jnp.minimum(after, cu_seqlens.shape[0] - 2)
 
 
+def spans_of_sequences(cu_seqlens: jax.Array, T: int) -> jax.Array:
+    """`[1, T, 2]`, of every token the first token of its sequence and the one after that sequence's last."""
+    sequence = sequence_of_tokens(cu_seqlens, T)
+    return jnp.stack([cu_seqlens[sequence], cu_seqlens[sequence + 1]], axis=1)[None]
+
+
+def spans_of_segments(starts: jax.Array) -> jax.Array:
+    """The same for segments, `[B, T, 2]`, from where another one begins, `[B, T]` bool."""
+    T = starts.shape[1]
+    token = jnp.arange(T, dtype=jnp.int32)
+    first = lax.cummax(jnp.where(starts, token, 0), axis=1)
+    ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    return jnp.stack([first, lax.cummin(jnp.where(ends, token + 1, T), axis=1, reverse=True)], axis=2)
+
+
 def require_cu_seqlens(operator: str, cu_seqlens: Any, B: int, T: int) -> jax.Array:
     """`cu_seqlens` as `[N + 1]` int32, or an error that says what is wrong with it.
 

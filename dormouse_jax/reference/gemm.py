@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_PRESETS = {
+PRESETS = {
     ("tf32", "float32"): lax.DotAlgorithmPreset.TF32_TF32_F32,
     ("16bit", "bfloat16"): lax.DotAlgorithmPreset.BF16_BF16_F32,
     ("16bit", "float16"): lax.DotAlgorithmPreset.F16_F16_F32,
@@ -28,7 +28,7 @@ def matmul(
 
     XLA knows the tensor cores' formats on GPUs only. On another `platform` the products are float32.
     """
-    preset = _PRESETS.get((precision, str(a.dtype))) if platform == "gpu" else None
+    preset = PRESETS.get((precision, str(a.dtype))) if platform == "gpu" else None
     if preset is None:
         a, b, preset = a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST
     contract = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))

@@ -1,0 +1,76 @@
+"""Configurations of the attention kernels: what can be chosen, and what is chosen on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+
+from pallas_kernels.backend_triton import PRECISIONS
+
+MAX_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How one kernel is cut and launched.
+
+    Attributes:
+      q, k: queries and keys of a tile of scores.
+      warps, stages: warps a program, and stages of its software pipeline.
+    """
+
+    q: int
+    k: int
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self):
+        for name in ("q", "k"):
+            size = getattr(self, name)
+            if size not in (16, 32, 64, 128, 256):
+                raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {size}")
+        if self.warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"warps must be 1, 2, 4, 8 or 16, got {self.warps}")
+        if not 1 <= self.stages <= 8:
+            raise ValueError(f"stages must lie between 1 and 8, got {self.stages}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """The three Triton kernels: the forward, the gradients of keys and values, and the gradient of queries."""
+
+    forward: Tiles
+    dkv: Tiles
+    dq: Tiles
+
+
+@functools.cache
+def _table() -> list[dict]:
+    return json.loads(importlib.resources.files("pallas_kernels.attention").joinpath("configs.json").read_text())
+
+
+def choose_config(device_kind: str, *, D: int, precision: str) -> AttentionConfig:
+    """The configuration of the Triton kernels for a call, read from configs.json without timing anything.
+
+    Args:
+      device_kind: `jax.Device.device_kind`, such as "NVIDIA H200"; any other string gets the general rows.
+      D: the head dim.
+      precision: "fp32", "tf32" or "16bit".
+
+    Raises:
+      ValueError: for a head dim or a precision outside of what the kernels serve.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if not 1 <= D <= MAX_DIM:
+        raise ValueError(f"D must lie between 1 and {MAX_DIM}, got {D}")
+    row = next(
+        row
+        for row in _table()
+        if row["match"].get("device", device_kind) == device_kind
+        and precision in row["match"].get("precision", PRECISIONS)
+        and row["match"].get("max_dim", MAX_DIM) >= D
+    )
+    return AttentionConfig(**{name: Tiles(*sizes) for name, sizes in row["config"].items()})
