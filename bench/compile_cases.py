@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.compile_target import Card
+from pallas_kernels import attention as attention_kernels
 from pallas_kernels import gemm as gemm_kernels
 from pallas_kernels import kda as kda_kernels
 from pallas_kernels.backend_triton import ceil_pow2
@@ -55,7 +56,7 @@ class Case:
 
 def cases(card: Card) -> list[Case]:
     """The calls for a card, the same in every process."""
-    found = [*_delta_rule(card), *_steps(), *_gemm(card)]
+    found = [*_delta_rule(card), *_steps(), *_gemm(card), *_attention(card)]
     titles = [case.title for case in found]
     repeated = {title for title in titles if titles.count(title) > 1}
     if repeated:
@@ -232,3 +233,41 @@ def _gemm_case(
     order = ("T" if transpose_a else "N") + ("T" if transpose_b else "N")
     title = f"gemm {implementation.removeprefix('pallas_')} {order} {dtype} {precision} {M}x{N}x{K}"
     return Case("gemm", title, dtype, arrays, options, fast=fast)
+
+
+# attention
+
+
+def _attention(card: Card) -> Iterator[Case]:
+    for dtype, precision in PRECISIONS:
+        found: dict[Any, int] = {}  # the largest dim of each configuration
+        for D in (16, 32, 64, 128, MAX_DIM):
+            config = attention_kernels.choose_config(card.kind, D=D, precision=precision)
+            found[config, max(D, 64)] = D
+        dims = [64] if dtype == "float16" else list(found.values())  # it takes bfloat16's configurations
+        for D in dims:
+            fast = D == 64 and dtype != "float16"
+            yield _attention_case(dtype, precision, D, fast=fast)
+        if precision != "tf32" and dtype != "float16":
+            yield _attention_case(dtype, precision, 100, "odd", tokens=ODD_TOKENS, causal=False)
+            yield _attention_case(dtype, precision, 128, "packed", packed=True)
+
+
+def _attention_case(
+    dtype: str,
+    precision: str,
+    D: int,
+    what: str = "",
+    *,
+    tokens: int = TOKENS,
+    packed: bool = False,
+    fast: bool = False,
+    **options: Any,
+) -> Case:
+    B, HK, group = 1 if packed else 2, 2, 2
+    keys = (B, tokens, HK, D), dtype
+    arrays: dict[str, Any] = {"q": ((B, tokens, group * HK, D), dtype), "k": keys, "v": keys}
+    if packed:
+        arrays["cu_seqlens"] = (5,), "int32"
+    title = " ".join(word for word in ("attention", what, dtype, precision, f"D={D}") if word)
+    return Case("attention", title, dtype, arrays, options | {"precision": precision}, fast=fast)

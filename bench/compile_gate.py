@@ -40,7 +40,11 @@ DOCS = cli.ROOT / "docs" / "cards.md"
 TOOLS = cli.ROOT / ".gate"
 BEGIN, END = "<!-- cards:begin -->", "<!-- cards:end -->"
 WORKER = [sys.executable, "-m", "bench.compile_worker"]
-_GROUPS = (("kda", "gdn2"), ("gemm", "kda_step"))  # operators that share kernels are compiled by one process
+_GROUPS = (
+    ("kda", "gdn2"),
+    ("gemm", "kda_step"),
+    ("attention",),
+)  # operators that share kernels are compiled by one process
 _ATTEMPTS = 20  # processes that may end of one group before the gate gives up
 
 

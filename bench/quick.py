@@ -1,4 +1,4 @@
-"""Every operator at a small shape, accuracy and time: did a change break or slow anything, in about a minute?
+"""Operators at a small shape, accuracy and time: did a change break or slow anything, in about a minute?
 
 python -m bench.quick [--dtype=float32|bfloat16|float16]
 """
@@ -9,9 +9,12 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from bench import cli, device, kda
+from bench import attention, cli, device, kda
 
 _SHAPE = {True: "2,1024,16,64", False: "1,64,1,32"}  # by whether there is a GPU
+_ATTENTION = {True: "4,1024,16,16,64", False: "1,64,1,1,32"}
+_ATTENTION_IMPL = {True: ("pallas", "jax_cudnn", "sdpa"), False: ("pallas", "xla", "composite")}
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _IMPL = {True: ("pallas", "xla", "torch_solve", "fla_safe", "jla"), False: ("pallas", "xla", "torch_solve")}
 
 
@@ -28,6 +31,10 @@ def main(argv: Sequence[str]) -> int:
             known = kda.arms(case.params["dtype"])
             arms = cli.pick_arms(F.impl or _IMPL[gpu], known, kda.GROUPS | {"all": tuple(known)})
             jobs.append((case, arms))
+    if not F.impl:  # names of KDA's arms
+        precision = _PRECISIONS[F.dtype or "float32"]
+        wanted = attention.cases([], shape=_ATTENTION[gpu], precision=precision, seed=F.seed, name="quick")
+        jobs += attention.jobs(wanted, _ATTENTION_IMPL[gpu])
     return cli.measure(jobs, "bench.quick", default_rounds=5 if gpu else 1)
 
 

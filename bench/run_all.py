@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from bench import cli, device, gemm, kda, kda_step
+from bench import attention, cli, device, gemm, kda, kda_step
 from bench.spec import Arm, Case, UsageError
 
 Jobs = list[tuple[Case, list[Arm]]]
@@ -46,11 +46,19 @@ def _gemm_jobs(presets: Sequence[str] | None) -> Jobs:
     return gemm.jobs(gemm.cases(presets or (gemm.SWEEP if gpu else ["cpu"])), flags.FLAGS.impl or impl)
 
 
+def _attention_jobs(presets: Sequence[str] | None) -> Jobs:
+    gpu = device.has_gpu()
+    impl = ["pallas", "xla", "jax", "torch"] if gpu else ["pallas", "xla", "jax_xla", "composite"]
+    wanted = attention.cases(presets or (attention.SWEEP if gpu else ["cpu"]))
+    return attention.jobs(wanted, flags.FLAGS.impl or impl)
+
+
 # Result file (without .json) -> its jobs. Families come in this order.
 FAMILIES: dict[str, Callable[[Sequence[str] | None], Jobs]] = {
     "kda": _kda_jobs("kda"),
     "gdn2": _kda_jobs("gdn2"),
     "gemm": _gemm_jobs,
+    "attention": _attention_jobs,
     "kda_step": lambda presets: kda_step.jobs(presets, flags.FLAGS.impl or None),
 }
 MODES = {"kda_step": ("decode",)}  # of families that have their own

@@ -178,6 +178,7 @@ OPERATORS: dict[str, str] = {
     "gdn2": "bench.kda:GDN2",
     "kda_step": "bench.kda_step:KDAStep",
     "gemm": "bench.gemm:GEMM",
+    "attention": "bench.attention:Attention",
     "toy": "bench.toy:Toy",
 }
 

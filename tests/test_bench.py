@@ -28,6 +28,7 @@ from jax import stages
 from jax.experimental.mosaic.gpu import profiler
 
 from bench import (
+    attention,
     cli,
     gate,
     gemm,
@@ -487,6 +488,40 @@ class GEMMTest(absltest.TestCase):
             whole = {"out": left @ right, "da": da.T if flips[0] else da, "db": db.T if flips[1] else db}
             for name, want in op.oracle(case, inputs).items():
                 np.testing.assert_allclose(op.take(case, name, whole[name], 0), want, rtol=1e-12, atol=1e-10)
+
+
+class AttentionTest(absltest.TestCase):
+    def test_arms_are_held_to_the_oracle_and_back_ends_that_refuse_say_so(self):
+        (case,) = attention.cases(["cpu_bf16"])
+        known = attention.arms("16bit")
+        arms = [known[name] for name in ("xla", "jax_xla", "composite", "sdpa_math", "sdpa_cudnn")]
+        with harness.Session(harness.Options(rounds=2)) as session:
+            rows = {row["arm"]: row for row in session.measure(case, arms, ("fwdbwd",))}
+        refused = rows.pop("sdpa_cudnn")
+        self.assertEqual(refused["status"], "NOT MEASURED")
+        self.assertRegex(refused["reason"], "the back-end cudnn does not take this call")
+        for name, row in rows.items():
+            self.assertEqual(row["status"], "OK", row["reason"])
+            self.assertBetween(row["errors"]["o"]["rms"], 1e-4, 5e-3, name)
+            self.assertEqual(set(row["errors"]), {"o", "dq", "dk", "dv"})
+
+    def test_parts_are_heads_with_the_queries_that_read_them(self):
+        (case,) = attention.cases([], shape="2,40,6,3,16")
+        op = attention.Attention()
+        inputs = op.inputs(case)
+        whole = op.oracle(case, inputs)
+        self.assertEqual(op.subset(case), [[0, 0], [1, 2]])
+        for part in op.subset(case):
+            of_part = {name: op.take(case, name, x, part) for name, x in inputs.items()}
+            for name, want in op.oracle(case, of_part).items():
+                np.testing.assert_allclose(op.take(case, name, whole[name], part), want, rtol=1e-12, atol=1e-12)
+
+    def test_a_causal_call_does_half_of_the_work(self):
+        cases = [attention.cases([], shape="1,1024,2,2,64", causal=causal)[0] for causal in (True, False)]
+        half, full = (attention.Attention().traffic(case, "fwdbwd") for case in cases)
+        self.assertEqual(full.flops, 14 * 2 * 1024**2 * 64)
+        self.assertEqual(half.flops, full.flops * 1025 / 2048)
+        self.assertEqual((half.reads, half.writes), (full.reads, full.writes))
 
 
 class RooflineTest(absltest.TestCase):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+_ROWS = 1024  # queries that the oracle works on at a time
 
 
 def attention(
@@ -81,7 +84,7 @@ def attention_oracle(
     """float64 results by name: o, and with the cotangent `do` of o also dq, dk and dv.
 
     Array-likes of any dtype and of the shapes that `dormouse_jax.attention` takes, taken to float64 first. A query that
-    sees no key gives 0. Heads are worked on one by one, with a matrix [Tq, Tk] each.
+    sees no key gives 0. Heads are worked on one by one, some queries at a time.
     """
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     (B, Tq, H, D), Tk, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
@@ -92,19 +95,17 @@ def attention_oracle(
     if do is not None:
         do = np.asarray(do).astype(np.float64)
         found |= {"dq": np.zeros(q.shape), "dk": np.zeros(k.shape), "dv": np.zeros(v.shape)}
-    for b, h in np.ndindex(B, H):
-        kept = h // group
-        left, right, values = q[b, :, h], k[b, :, kept], v[b, :, kept]
-        s = np.where(seen[b], scale * (left @ right.T), -np.inf)
+    for b, h, first in itertools.product(range(B), range(H), range(0, Tq, _ROWS)):
+        rows, kept = np.s_[b, first : first + _ROWS, h], np.s_[b, :, h // group]
+        s = np.where(seen[b, first : first + _ROWS], scale * (q[rows] @ k[kept].T), -np.inf)
         largest = s.max(axis=1, keepdims=True, initial=-np.inf)
-        e = np.exp(s - np.where(np.isfinite(largest), largest, 0.0))
-        total = e.sum(axis=1, keepdims=True)
-        p = e / np.where(total == 0, 1.0, total)
-        o = found["o"][b, :, h] = p @ values
+        p = np.exp(s - np.where(np.isfinite(largest), largest, 0.0))
+        total = p.sum(axis=1, keepdims=True)
+        p /= np.where(total == 0, 1.0, total)
+        found["o"][rows] = p @ v[kept]
         if do is not None:
-            d = do[b, :, h]
-            ds = p * (d @ values.T - np.sum(d * o, axis=1, keepdims=True))
-            found["dq"][b, :, h] = scale * (ds @ right)
-            found["dk"][b, :, kept] += scale * (ds.T @ left)
-            found["dv"][b, :, kept] += p.T @ d
+            ds = p * (do[rows] @ v[kept].T - np.sum(do[rows] * found["o"][rows], axis=1, keepdims=True))
+            found["dq"][rows] = scale * (ds @ k[kept])
+            found["dk"][kept] += scale * (ds.T @ q[rows])
+            found["dv"][kept] += p.T @ do[rows]
     return found

@@ -156,16 +156,10 @@ def _div(x, tile: int):
 
 def weighted(dot: bt.Dot, weights: jax.Array, x: jax.Array, seen: jax.Array | None) -> jax.Array:
     """weights [m, n] times x [n, bd]. Where `seen` is false weights are 0, but x may be inf or NaN, which would make a
-    NaN of that; what meets inf or NaN where it is true is NaN. None: all is seen."""
-    if seen is None:
-        return dot(weights.astype(x.dtype), x)
-    finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
-    total = dot(weights.astype(x.dtype), jnp.where(finite, x, jnp.zeros((), x.dtype)))
-    strange = jnp.max(jnp.max((~finite).astype(jnp.int32), axis=1), axis=0)
-
-    def spoil(_, total):
-        marks = bt.Dot("16bit", dot.interpret)
-        met = marks(seen.astype(jnp.bfloat16), (~finite).astype(jnp.bfloat16))
-        return jnp.where(met > 0, jnp.nan, total)
-
-    return lax.fori_loop(0, strange, spoil, total)
+    NaN of that; a row that sees inf or NaN is NaN. None: all is seen."""
+    if seen is not None:
+        finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
+        spoiled = jnp.max(jnp.where(finite, 0.0, 1.0), axis=1) > 0
+        weights = jnp.where(seen & spoiled[None, :], jnp.nan, weights)
+        x = jnp.where(finite, x, jnp.zeros((), x.dtype))
+    return dot(weights.astype(x.dtype), x)
