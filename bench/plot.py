@@ -203,7 +203,7 @@ def _dot(
         right = max(x, soft)
     axis.plot([x], [y], "o", color=color, markersize=7.5 if ours else 6, markeredgewidth=0, zorder=3)
     axis.annotate(
-        f"{text(x)}  {style.label(row['arm'])}",
+        f"{text(x)}  {style.label(row['arm'])}{report.arm_name(row).removeprefix(row['arm'])}",
         (right, y),
         xytext=(6, 0),
         textcoords="offset points",

@@ -2,7 +2,9 @@
 
     python -m bench.readme [--results bench/results] [--check]
 
-The table is the verdict's: losses first. --check writes nothing and fails when the README is not up to date.
+The tables are the verdict's: losses first. What took part in an earlier run only, such as the PyTorch port, whose
+compiler takes minutes, is in the folder `ports` and gets a table of its own. --check writes nothing and fails when the
+README is not up to date.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from bench.spec import MODE_TITLES, OPERATORS, UsageError
 from bench.verdict import base, families, verdicts
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+Documents = Sequence[tuple[pathlib.Path, Mapping[str, Any]]]
 _SHOWN = ("python", "jax", "torch", "triton", "fla-core", "jax-linear-attention")
 
 
@@ -28,7 +31,7 @@ def _label(row: Mapping[str, Any]) -> str:
     return str(LABELS.get(base(row["arm"]), row["arm"])).replace(" (ours)", "") + precision
 
 
-def markdown(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], root: pathlib.Path) -> str:
+def markdown(documents: Documents, root: pathlib.Path, ports: Documents = ()) -> str:
     """The block between the markers."""
     entries = verdicts(documents, "pallas")
     if not entries:
@@ -51,12 +54,43 @@ def markdown(documents: Sequence[tuple[pathlib.Path, Mapping[str, Any]]], root: 
         ]
         for op in [op for op in OPERATORS if any(entry["row"]["op"] == op for entry in mine)]:
             lines += _table(op, [entry for entry in mine if entry["row"]["op"] == op])
+    for path, document in ports:
+        lines += _ports(path, document)
     figures = [p for path, _ in documents for p in sorted(path.parent.glob("*_time.png"))]
     for figure in dict.fromkeys(figures):
         lines += [f"![{figure.stem.replace('_', ' ')}]({figure.relative_to(root).as_posix()})", ""]
     files = ", ".join(f"`{path.relative_to(root).as_posix()}`" for path, _ in documents)
     lines += [f"From {files} by `python -m bench.readme`; raw samples are in there."]
     return "\n".join(lines)
+
+
+def _ports(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
+    """The table of a run with the PyTorch port and plain JAX, in which ours may be older than in the other tables."""
+    device = document["device"]
+    lines = [
+        f"The PyTorch port and `xla`, {device['kind']}, {device['date'].split()[0]}, at commit "
+        f"{device['commit'][:7]} (`{path.parent.name}/{path.name}`); ratio: over ours in that run.",
+        "",
+        "| | | ours | implementation | time | error, worst gradient | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for members in results.group(document["rows"]).values():
+        mine = next(row for row in members if row["arm"] == "pallas")
+        clock = stats.primary(mine)
+        assert clock is not None
+        ours = report.number(mine["times"][clock]["median"])
+        for row in members:
+            if not base(row["arm"]).startswith(("torch", "xla")):
+                continue
+            time, ratio = row["reason"], "-"
+            if row["status"] == "OK":
+                time = report.number(row["times"][clock]["median"])
+                ratio = f"{stats.against(row, mine, clock)['median']:.1f}"
+            error, gradient, _ = report.error_cells(row, report.outputs_of(row))
+            accuracy = error if gradient == "-" else f"{error}, {gradient}"
+            mode = MODE_TITLES[row["mode"]].split(" (")[0]
+            lines.append(f"| {row['case']} | {mode} | {ours} | {_label(row)} | {time} | {accuracy} | {ratio} |")
+    return [*lines, ""]
 
 
 def _table(op: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -100,7 +134,8 @@ def main(argv: Sequence[str]) -> int:
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise UsageError(f"{readme}: needs one {BEGIN} before one {END}")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
-    filled = f"{head}{BEGIN}\n{markdown(results.load_folder(folder), cli.ROOT)}\n{tail}"
+    ports = results.load_folder(folder / "ports") if (folder / "ports").is_dir() else []
+    filled = f"{head}{BEGIN}\n{markdown(results.load_folder(folder), cli.ROOT, ports)}\n{tail}"
     if flags.FLAGS.check:
         if filled != text:
             raise UsageError(f"{readme}: not up to date with {folder}; run python -m bench.readme")

@@ -278,7 +278,9 @@ class FilesTest(parameterized.TestCase):
 
     def test_the_readme_block_is_made_from_the_file(self):
         path = self.save("kda.json", [row("pallas", noisy(1.0)), row("fla_safe", noisy(2.0))])
-        text = readme.markdown([(path, results.load(path))], self.folder)
+        ports = [row("pallas", noisy(1.0)), row("torch_loop", noisy(7.0)), row("torch_solve", [], status="WRONG")]
+        text = readme.markdown([(path, results.load(path))], self.folder, [(path, document(ports))])
+        self.assertRegex(text, r"\| 1\.00 \| torch row loop \| 7\.00 \| .* \| 7\.0 \|")
         for part in ("NVIDIA Test", "2026-01-01", "jax 0.11.2", "FLA safe_gate", "FASTER", "kda.json", "1.0e-7"):
             self.assertIn(part, text)
 

@@ -255,6 +255,7 @@ class HopperKernelTest(parameterized.TestCase):
         ("cluster_along_m", {"cluster": "m"}, "16bit", (300, 200, 104)),
         ("cluster_along_n_in_parts", {"cluster": "n", "split": 3}, "16bit", (200, 130, 232)),
         ("float32_in_parts", {"cluster": "m", "fold": 1, "split": 2}, "fp32", (130, 68, 101)),
+        ("one_tile", {"cluster": "n"}, "16bit", (8, 32, 8)),
     )
     def test_against_float64(self, settings, precision, sizes):
         needs_hopper(self)
@@ -281,6 +282,7 @@ class TableTest(parameterized.TestCase):
         check(dataclasses.replace(whole, blocks=132), 1024, 768, 512, bias=False)
         check(whole, 264, 320, 16, dtype=fp16, out_dtype=fp16)
         check(whole, 264, 320, 3, dtype=fp16, bias=False)
+        check(whole, 8, 64, 8, out_dtype=bf16)  # one tile of what TMA copies, along every axis
 
     def test_more_elements_than_an_int32_counts(self):
         needs_hopper(self)

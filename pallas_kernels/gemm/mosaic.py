@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as backend
-from pallas_kernels.gemm.config import TILE_BYTES, MosaicConfig, padded_shape, parts_of
+from pallas_kernels.gemm.config import TILE_BYTES, TILE_ROWS, MosaicConfig, padded_shape, parts_of
 from pallas_kernels.gemm.triton import add_parts
 
 NAME = "gemm_mosaic"
@@ -57,8 +57,13 @@ class _Call:
 
     @property
     def written(self) -> tuple[int, int]:
-        """Shape of what the kernel writes: the output, or one part below the other, each of whole tiles of rows."""
+        """Shape of what the kernel writes: the output, or one part below the other, each of whole tiles of rows.
+
+        Two of TMA's tiles along each axis at least. An axis of a single one is dropped from its descriptor, and what
+        should be written behind the array, and be left out, is then written over what lies in it.
+        """
         rows, cols = padded_shape((self.M, self.N), self.out_dtype.name)
+        rows, cols = max(rows, 2 * TILE_ROWS), max(cols, 2 * self.out_cols)
         if self.parts[0] > 1:
             rows = self.parts[0] * self.config.tiles(self.M, self.N)[0] * self.config.tile_m
         return rows, cols
