@@ -35,10 +35,12 @@ __all__ = [
 
 class Residuals(NamedTuple):
     """What the forward leaves for the backward: the [C, C] matrices P and M of every chunk with the norms of raw
-    queries and keys, and under residuals="save" all the rest (None otherwise)."""
+    queries and keys, what it has found of the segments of split sequences, and under residuals="save" all the rest
+    (None otherwise)."""
 
     matrices: tuple[jax.Array, jax.Array, jax.Array | None]
-    saved: tuple[_forward.Prepared, _forward.States, jax.Array | None] | None
+    split: _forward.Segments | None
+    saved: tuple[_forward.Prepared, _forward.States] | None
 
 
 def forward(
@@ -52,10 +54,10 @@ def forward(
     prepared = _prepare(
         q, k, v, g, erase, write, A_log, dt_bias, starts, scale=scale, raw=raw, packing=packing, **common
     )
-    maps = _forward.segment_maps(prepared, q, v, erase, **common)
-    o, final, states = _run_states(prepared, maps, initial_state, q, v, erase, save=save, packing=packing, **common)
-    saved = (prepared, states, maps) if states is not None else None
-    return o, final, Residuals((prepared.P, prepared.M, prepared.norms), saved)
+    split = _forward.find_segments(prepared, initial_state, q, v, erase, **common)
+    o, final, states = _run_states(prepared, split, initial_state, q, v, erase, save=save, packing=packing, **common)
+    saved = (prepared, states) if states is not None else None
+    return o, final, Residuals((prepared.P, prepared.M, prepared.norms), split, saved)
 
 
 def _prepare(
@@ -81,11 +83,13 @@ def _prepare(
     return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
 
 
-def _run_states(prepared, maps, *arrays, precision, config: KdaConfig, interpret, save, with_output=True, packing=None):
+def _run_states(
+    prepared, split, *arrays, precision, config: KdaConfig, interpret, save, with_output=True, packing=None
+):
     """`run_states` of the configuration's backend."""
     common = {"config": config, "interpret": interpret, "save": save, "with_output": with_output}
     if config.serial == "triton":
-        return _forward.run_states(prepared, maps, *arrays, precision=precision, packing=packing, **common)
+        return _forward.run_states(prepared, split, *arrays, precision=precision, packing=packing, **common)
     assert packing is None
     o, final, states = _hopper().run_states(prepared, *arrays, **common)
     return o, final, None if states is None else _forward.States(*states)
@@ -114,13 +118,13 @@ def backward(
     of_inputs = {"scale": scale, "raw": raw, "packing": packing, **common}
     if residuals.saved is None:
         prepared = _prepare(q, k, v, g, erase, write, A_log, dt_bias, starts, matrices=residuals.matrices, **of_inputs)
-        maps = _forward.segment_maps(prepared, q, v, erase, **common)
         _, _, states = _run_states(
-            prepared, maps, initial_state, q, v, erase, save=True, with_output=False, packing=packing, **common
-        )
+            prepared, residuals.split, initial_state, q, v, erase,
+            save=True, with_output=False, packing=packing, **common,
+        )  # fmt: skip
         assert states is not None
     else:
-        prepared, states, maps = residuals.saved
+        prepared, states = residuals.saved
     has_initial = initial_state is not None
     if config.serial == "mosaic":
         dS, dU, dinitial = _hopper().run_states_bwd(
@@ -128,7 +132,7 @@ def backward(
         )
     else:
         dS, dU, dinitial = _backward.run_states_bwd(
-            prepared, maps, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
+            prepared, residuals.split, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
         )
     if config.gradients == "mosaic":
         from pallas_kernels.kda import mosaic_chunks
@@ -154,8 +158,8 @@ def forward_intermediates(
     common = {"precision": precision, "config": config, "interpret": interpret}
     debug, (G, A) = _forward.prepare(q, k, v, g, erase, write, scale=scale, debug=True, **common)
     prepared, _ = _forward.prepare(q, k, v, g, erase, write, scale=scale, **common)
-    maps = _forward.segment_maps(prepared, q, v, erase, **common)
-    _, _, states = _run_states(prepared, maps, initial_state, q, v, erase, save=True, **common)
+    split = _forward.find_segments(prepared, initial_state, q, v, erase, **common)
+    _, _, states = _run_states(prepared, split, initial_state, q, v, erase, save=True, **common)
     assert states is not None
     found = {
         "G": G[..., : sizes.K],

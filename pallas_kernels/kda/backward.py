@@ -39,6 +39,7 @@ from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.forward import (
     V_SLAB,
     Prepared,
+    Segments,
     States,
     chunk_rows,
     diagonal_dot,
@@ -329,7 +330,7 @@ def kda_grads(
 
 
 def run_states_bwd(
-    prepared: Prepared, maps, do, dfinal_state, has_initial, q, v, erase,
+    prepared: Prepared, split: Segments | None, do, dfinal_state, has_initial, q, v, erase,
     *, precision, config: KdaConfig, interpret, packing: Packing | None = None,
 ):  # fmt: skip
     """Runs `kda_state_bwd`, split like the forward; returns dS [B * HV, NT, bv, bk], dU [B * HV, NT, C, bv],
@@ -339,6 +340,7 @@ def run_states_bwd(
     v_tile = min(config.v_tile, sizes.bv)
     tiles = (prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay)
     inputs: list = [(do, sizes.head(do)), *((x, sizes.chunks(*x.shape[2:])[1]) for x in tiles)]
+    maps = None if split is None else split.maps
     segments = 1 if maps is None else maps.shape[1]
     grid = (sizes.bv // v_tile, segments, sizes.N * sizes.HV)
     common = {"sizes": sizes, "v_tile": v_tile, "segments": segments, "precision": precision}

@@ -61,6 +61,17 @@ class States(NamedTuple):
     U: jax.Array
 
 
+class Segments(NamedTuple):
+    """What makes the segments of a split sequence independent, all in float32.
+
+    maps: E^T over D^T of every segment, [B * HV, segments, bv + bk, bk]: it makes E + D S of the state S before it.
+    starts: the states, transposed, that the segments start from, [B * HV, segments, bv, bk].
+    """
+
+    maps: jax.Array
+    starts: jax.Array
+
+
 def diagonal_dot(precision: str, op, interpret: bool) -> tuple[Dot, jnp.dtype]:
     """The product, and its operands' dtype, for factors behind an anchor: they outgrow float16, where one TF32 pass
     has the same mantissa and float32's range."""
@@ -364,9 +375,10 @@ def prepare(
     return Prepared(W, Qhat, Ktil, Y, P, M, decay, norms), rest if debug else []
 
 
-def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfig, interpret):
-    """Runs `kda_segment`; returns E^T over D^T of every segment, [B * HV, segments, bv + bk, bk], or None without
-    segments."""
+def find_segments(
+    prepared: Prepared, initial_state, q, v, erase, *, precision, config: KdaConfig, interpret
+) -> Segments | None:
+    """Runs `kda_segment` and `kda_combine`, or nothing where the sequence is not split."""
     sizes = Sizes.of(q, v, erase, config)
     segments = config.segments_of(sizes.nt)
     if segments == 1:
@@ -389,7 +401,7 @@ def segment_maps(prepared: Prepared, q, v, erase, *, precision, config: KdaConfi
         segments=segments,
         precision=precision,
     )
-    return maps
+    return Segments(maps, segment_starts(maps, initial_state, q, v, erase, config=config, interpret=interpret))
 
 
 def segment_starts(maps, initial_state, q, v, erase, *, config: KdaConfig, interpret, body=kda_combine):
@@ -423,7 +435,7 @@ def segment_starts(maps, initial_state, q, v, erase, *, config: KdaConfig, inter
 
 def run_states(
     prepared: Prepared,
-    maps,
+    split: Segments | None,
     initial_state,
     q,
     v,
@@ -436,7 +448,7 @@ def run_states(
     with_output=True,
     packing: Packing | None = None,
 ):
-    """Runs `kda_state`, after `kda_combine` when `maps` says that the sequence is split.
+    """Runs `kda_state`.
 
     Returns o and final_state (None without `with_output`), and States (None without `save`).
     """
@@ -449,10 +461,9 @@ def run_states(
         for x in (prepared.W, prepared.Qhat, prepared.Ktil, prepared.Y, prepared.P, prepared.decay)
     ]
     inputs.append(launched(packing))
-    segments = 1 if maps is None else maps.shape[1]
-    if maps is not None:
-        starts = segment_starts(maps, initial_state, q, v, erase, config=config, interpret=interpret)
-        inputs.append((starts, pl.BlockSpec((None, None, bv, bk), lambda *i: (i[-1], i[-2], 0, 0))))
+    segments = 1 if split is None else split.maps.shape[1]
+    if split is not None:
+        inputs.append((split.starts, pl.BlockSpec((None, None, bv, bk), lambda *i: (i[-1], i[-2], 0, 0))))
     elif initial_state is not None:
         inputs.append((initial_state, sizes.state()))
     o = jax.ShapeDtypeStruct(v.shape, q.dtype)
