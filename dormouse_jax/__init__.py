@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from dormouse_jax import context_parallel
+from dormouse_jax import adapters, context_parallel
 from dormouse_jax.attention import attention
 from dormouse_jax.dispatch import interpret_kernels
 from dormouse_jax.explain import explain
@@ -17,6 +17,7 @@ except importlib.metadata.PackageNotFoundError:  # run from a source tree
 
 __all__ = [
     "__version__",
+    "adapters",
     "attention",
     "context_parallel",
     "explain",

@@ -24,7 +24,7 @@ class OperatorCall:
     """One operator call inside a function.
 
     Attributes:
-      operator: "kda", "gdn2", "kda_step", "gemm" or "attention".
+      operator: "kda", "gdn2", "kda_step", "gemm", "attention" or that of an adapter, "lora.rebuild".
       direction: "forward", "forward with residuals" (of a differentiated call that keeps some) or "backward".
       implementation: the one that runs.
       precision: the precision of its products.
@@ -88,7 +88,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[OperatorC
 def record(call: OperatorCall) -> str:
     """Files a call under the name that the jitted function it runs in must have for `explain` to find it."""
     digest = hashlib.sha256(repr(call).encode()).hexdigest()[:8]
-    name = f"dormouse_{call.operator}_{call.direction}_{call.implementation}_{digest}".replace(" ", "_")
+    name = f"dormouse_{call.operator}_{call.direction}_{call.implementation}_{digest}"
+    name = name.replace(" ", "_").replace(".", "_")
     _records[name] = call
     return name
 

@@ -38,8 +38,17 @@ class ImportTest(absltest.TestCase):
         done = subprocess.run([sys.executable, "-W", "error", "-c", _CHECK], env=env, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         *names, version = done.stdout.split()
-        public = ["__version__", "attention", "context_parallel", "explain", "gdn2", "gemm", "interpret_kernels", "kda"]
-        public += ["kda_step"]
+        public = [
+            "__version__",
+            "adapters",
+            "attention",
+            "context_parallel",
+            "explain",
+            "gdn2",
+            "gemm",
+            "interpret_kernels",
+        ]
+        public += ["kda", "kda_step"]
         self.assertEqual(names, public)
         self.assertRegex(version, r"^\d+\.\d+")
 
