@@ -4,9 +4,9 @@
 
 Device microseconds, warm L2 (CUPTI), of one forward and backward that recomputes, all kernels of the program counted.
 The first row is the call with gates, beta, queries and keys computed beforehand; in the others the kernels compute some
-of them from raw ones, or the tokens are packed documents of 512. All serial kernels are the Triton ones, so that rows
-compare. `differs` is the largest RMS difference of o and dv from what they should be, over its RMS; the
-float64 oracle is the tests' business (tests/test_kda_raw.py, tests/test_kda_packed.py).
+of them from raw ones, or the tokens are packed documents of 512. Every row runs the kernels that are the best for its
+call. `differs` is the largest RMS difference of o and dv from what they should be, over its RMS; the float64 oracle is
+the tests' business (tests/test_kda_raw.py, tests/test_kda_packed.py).
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ def _program(row: _Row, do: Any) -> Callable[[], Any]:
     packing = {name: x for name, x in row.options.items() if hasattr(x, "shape")}
 
     def run(arrays, packing, do):
-        o, vjp = jax.vjp(
-            lambda x: dormouse_jax.kda(**x, **packing, **options, implementation="pallas_triton")[0], arrays
-        )
+        o, vjp = jax.vjp(lambda x: dormouse_jax.kda(**x, **packing, **options, implementation="pallas")[0], arrays)
         return o, vjp(do.reshape(o.shape))[0]
 
     return jax.jit(run).lower(row.arrays, packing, do).compile()
@@ -132,7 +130,7 @@ def _median(calls: list[list[tuple[str, float]]]) -> dict[str, float]:
     for call in calls:
         total: dict[str, float] = {}
         for name, ms in call:
-            name = name.removeprefix("kda_") if name.startswith("kda_") else "XLA"
+            name = name.removesuffix("_mosaic_gpu_kernel").removeprefix("kda_") if name.startswith("kda_") else "XLA"
             total[name] = total.get(name, 0.0) + 1e3 * ms
         sums.append(total)
     return {name: statistics.median(x.get(name, 0.0) for x in sums) for name in sums[0]}

@@ -306,11 +306,13 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
             except NotImplementedError:
                 raw = None  # They are computed before the call.
             packed = x.cu_seqlens is not None
-            nothing_raw = raw is None or not any(dataclasses.astuple(raw)) and x.starts is None
+            no_starts = raw is None or x.starts is None
             of_chunk = {name: sizes[name] for name in ("K", "V", "T")}
             of_chunk |= {"same_heads": x.q.shape[2] == HV, "dtype": str(x.q.dtype)}
-            of_chunk |= {"plain": operator == "kda" and not packed and nothing_raw}
-            config, passed_over = _kernel_config(device, interpret, asked, sizes | {"packed": packed}, of_chunk)
+            of_chunk |= {"plain": operator == "kda" and not packed and no_starts}
+            any_raw = raw is not None and any(dataclasses.astuple(raw))
+            sizes_and_packed = sizes | {"packed": packed}
+            config, passed_over = _kernel_config(device, interpret, asked, sizes_and_packed, of_chunk, any_raw)
             on_mosaic = config != config.on_triton()
             return plan("pallas_mosaic" if on_mosaic else "pallas_triton", config, passed_over, raw=raw)
         except NotImplementedError as reason:
@@ -326,12 +328,12 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
 
 
 def _kernel_config(
-    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any], of_chunk: dict[str, Any]
+    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any], of_chunk: dict[str, Any], any_raw: bool
 ) -> tuple[Any, list[tuple[str, str]]]:
     """The configuration of the kernels, whose fields name the backend of each, and what was passed over; or a
     NotImplementedError that says why they cannot serve the call.
 
-    of_chunk: what `hopper_chunk_refusal` wants to know.
+    of_chunk: what `hopper_chunk_refusal` wants to know. any_raw: whether the kernels get anything raw.
     """
     require_triton(device, interpret)
     try:
@@ -358,6 +360,8 @@ def _kernel_config(
         return config.on_triton(), [("pallas_mosaic", str(reason))]
     chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk)
     refusals = {"serial": serial_refusal, "prepare": chunk_refusal, "gradients": chunk_refusal}
+    if any_raw and chunk_refusal is None:
+        refusals["prepare"] = "the Hopper kernel that prepares the chunks of a forward takes no raw inputs"
     refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
     config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))
     return config, [("pallas_mosaic", why) for why in dict.fromkeys(refused.values())]

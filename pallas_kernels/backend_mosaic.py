@@ -240,7 +240,7 @@ def load_column(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
-def spread_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def spread_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """vector [m], such as a sum over columns, in every column of a value [m, n]."""
     return lax.broadcast_in_dim(vector, shape, (0,))
 

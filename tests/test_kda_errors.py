@@ -536,7 +536,8 @@ class DispatchTest(parameterized.TestCase):
         ("grouped_heads", {"H": 8}, ("mosaic", "triton"), "a value head a key head"),
         ("float16", {"dtype": jnp.float16}, ("mosaic", "triton"), "multiply bfloat16"),
         ("general_rule", {"operator": "gdn2"}, ("mosaic", "triton"), "are for KDA"),
-        ("raw", {"options": {"use_qk_l2norm_in_kernel": True}}, ("mosaic", "triton"), "with no raw inputs"),
+        ("raw", {"options": {"use_qk_l2norm_in_kernel": True}}, ("mosaic", "mosaic"), None),
+        ("packed", {"B": 1, "options": {"cu_seqlens": np.array([0, 9, 64])}}, ("triton", "triton"), "no packed"),
         ("few_heads", {"H": 4, "HV": 4, "T": 8192}, ("triton", "mosaic"), None),
     )
     def test_the_hopper_kernels_go_by_card_and_call(self, case, expected, reason):

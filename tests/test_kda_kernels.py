@@ -240,6 +240,22 @@ class ConfigurationTest(parameterized.TestCase):
                 got = value_and_grads(p, "16bit", config, save=save)
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
+    @parameterized.named_parameters(
+        ("gate_and_norm", ("l2norm", "gate", "beta"), "bfloat16", 64, 16),
+        ("bounded", ("l2norm", "bounded_gate", "beta_to_2"), "float32", 128, 32),
+    )
+    def test_the_kernels_of_a_chunk_for_hopper_with_raw_inputs(self, kinds, dtype_of_g, dim, chunk_size):
+        shape = Shape(T=152 if helpers.on_gpu() else 40, K=dim, V=64, H=2, HV=2)
+        p = helpers.raw(helpers.problem("kda", shape, dtype=jnp.bfloat16), *kinds, decay=0.1)
+        p = p.replace(g=p.inputs["g"].astype(jnp.dtype(dtype_of_g)))
+        config = config_for("16bit", shape, chunk_size)
+        serials = ("triton", "mosaic") if helpers.on_gpu() else ("triton",)
+        for serial, save in itertools.product(serials, (False, True)[: len(serials)]):
+            with self.subTest(serial=serial, save=save):
+                config = dataclasses.replace(config, gradients="mosaic", serial=serial)
+                got = value_and_grads(p, "16bit", config, save=save)
+                helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
+
 
 if __name__ == "__main__":
     absltest.main()

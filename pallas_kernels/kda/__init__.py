@@ -71,16 +71,17 @@ def _prepare(
             scale=scale, precision=precision, config=config, interpret=interpret, raw=raw, packing=packing,
             matrices=matrices,
         )[0]  # fmt: skip
-    assert write is None and not any(dataclasses.astuple(raw)) and starts is None and packing is None
+    assert write is None and starts is None and packing is None
     from pallas_kernels.kda import mosaic_chunks, mosaic_prepare
 
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
     if matrices is None:
+        assert not any(dataclasses.astuple(raw))
         P, M, W, Qhat, Ktil, Y, decay = mosaic_prepare.prepare(*arguments, **options)
-    else:
-        P, M, _ = matrices
-        W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(*arguments, (P, M), **options)
-    return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
+        return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
+    P, M, norms = matrices
+    W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(*arguments, matrices, A_log, dt_bias, raw=raw, **options)
+    return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, norms)
 
 
 def _run_states(
@@ -137,11 +138,12 @@ def backward(
     if config.gradients == "mosaic":
         from pallas_kernels.kda import mosaic_chunks
 
-        assert write is None and not any(dataclasses.astuple(raw)) and starts is None and packing is None
-        grads = mosaic_chunks.gradients(
-            prepared, states, dS, dU, q, k, v, g, erase, do, scale=scale, config=config, interpret=interpret
-        )
-        return *grads, None, None, None, dinitial
+        assert write is None and starts is None and packing is None
+        *grads, dA_log, ddt_bias = mosaic_chunks.gradients(
+            prepared, states, dS, dU, q, k, v, g, erase, do, A_log, dt_bias, o,
+            scale=scale, config=config, interpret=interpret, raw=raw,
+        )  # fmt: skip
+        return *grads, None, dA_log, ddt_bias, dinitial
     grads = _backward.gradients(
         prepared, states, dS, dU, q, k, v, g, erase, write, do, A_log, dt_bias, starts, o, **of_inputs
     )

@@ -162,10 +162,10 @@ def hopper_refusal(*, K: int, V: int, T: int, precision: str, packed: bool = Fal
 def hopper_chunk_refusal(*, K: int, V: int, T: int, same_heads: bool, dtype: str, plain: bool) -> str | None:
     """Why the Hopper kernels of one chunk cannot serve a call, or None where they can.
 
-    same_heads: whether there is a value head a key head; plain: whether it is KDA, with nothing raw and not packed.
+    same_heads: whether there is a value head a key head; plain: whether it is KDA, and not packed.
     """
     if not plain:
-        return "the Hopper kernels of one chunk are for KDA, with no raw inputs and no packed sequences"
+        return "the Hopper kernels of one chunk are for KDA, with no packed sequences"
     if dtype != "bfloat16":
         return f"the Hopper kernels of one chunk multiply bfloat16, got {dtype}"
     if K not in (64, 128) or V not in (64, 128, 256) or not same_heads:

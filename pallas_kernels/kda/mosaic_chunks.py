@@ -10,6 +10,7 @@ every program of a chunk and written by the first.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,18 +19,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
-from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
+from pallas_kernels.kda.blocks import FAST_LIMIT
 from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.mosaic_raw import Gate, gate_rows
 from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, beta_rows, check_sizes, exp, tile_scratch
+from pallas_kernels.kda.raw import Raw
 from pallas_kernels.kda.sizes import Sizes
 
 
 def _kda_grads(
-    q, k, v, g, do, beta, M, S, dS, U, dU, decay, dq, dk, dv, dg, dbeta, *,
-    sizes: Sizes, scale: float, limit: float, op, always_exact: bool, interpret: bool,
+    q, k, v, g, do, beta, M, S, dS, U, dU, decay, *refs,
+    sizes: Sizes, raw: Raw, scale: float, limit: float, op, always_exact: bool, interpret: bool,
     q_tile, k_tile, g_tile, v_tile, both, m_tile, s_tile, ds_tile, u_tile, du_tile, beta_row, decay_row,
-    masks, near, far, loaded, **left,
+    masks, near, far, loaded, given_g: Any = None, norm_rows: Any = None, gate_rows: Any = None, shares: Any = None,
+    **left,
 ):  # fmt: skip
+    """refs: o and norms where q and k come raw; exp(A_log) and dt_bias where g does; the results dq, dk, dv, dg, dbeta;
+    and what the chunk adds to dA_log and ddt_bias, by key channel, where g comes raw."""
+    o, norms, gate, refs = raw_refs(refs, raw)
+    dq, dk, dv, dg, dbeta, *dgate = refs
     C, tiles, nt, HV, bv = sizes.C, sizes.bk // ROWS, sizes.nt, sizes.HV, sizes.bv
     tile = lax.rem(bm.program(), tiles)
     n = lax.rem(lax.div(bm.program(), tiles), nt)
@@ -40,12 +48,16 @@ def _kda_grads(
 
     copies = [
         (q.at[b, tokens, h, channels], q_tile), (k.at[b, tokens, h, channels], k_tile),
-        (g.at[b, tokens, h, channels], g_tile), (v.at[b, tokens, h], v_tile),
+        (g.at[b, tokens, h, channels], g_tile if given_g is None else given_g), (v.at[b, tokens, h], v_tile),
         (do.at[b, tokens, h], both.at[pl.ds(0, C)]),
         (M.at[head, n], m_tile), (S.at[head, n, :, channels], s_tile), (dS.at[head, n, :, channels], ds_tile),
         (U.at[head, n], u_tile), (dU.at[head, n], du_tile), (beta.at[head, n], beta_row),
         (decay.at[head, n, 0, channels], decay_row),
     ]  # fmt: skip
+    if raw.l2norm:  # o lies where dR comes later
+        copies += [(o.at[b, tokens, h], both.at[pl.ds(C, C)]), (norms.at[head, n], norm_rows)]
+    if raw.gate:
+        copies += [(gate.at[h, :, channels], gate_rows)]
     for source, target in copies:
         bm.copy_in(source, target, loaded)
 
@@ -53,12 +65,19 @@ def _kda_grads(
     on.write_masks()
     operand, product, sums = on.operand, on.product, on.sums
     row, col = on.row, on.col
+    gates = Gate(raw, gate_rows, None if sizes.T % C == 0 else n * C + col < sizes.T)
 
     bm.commit()
     bm.wait(loaded)
 
     # The value side.
     beta_of = bm.load_row(beta_row, shape)
+    q_dq = bm.row_zeros(C)
+    if raw.l2norm:  # o is linear in q, so that q . dq is o . do
+        for s in range(bv // ROWS):
+            halves = (bm.load_transposed(both.at[half, pl.ds(s * ROWS, ROWS)]) for half in (pl.ds(0, C), pl.ds(C, C)))
+            q_dq += jnp.sum(functools.reduce(jnp.multiply, (x.astype(f32) for x in halves)), axis=0)
+        bm.commit()
     value_share = bm.row_zeros(C)
     for s in range(bv // ROWS):
         rows = pl.ds(s * ROWS, ROWS)
@@ -77,15 +96,24 @@ def _kda_grads(
     near[...] = jnp.where(in_block & (i > col), D, 0.0).astype(op)
     far[...] = jnp.where(lax.div(i, BLOCK) > lax.div(col, BLOCK), D, 0.0).astype(op)
     on_diagonal = jnp.sum(jnp.where(row == col, D, 0.0), axis=0)
+    minus_U_dR = jnp.sum(jnp.where(row == C + col, D, 0.0), axis=0)
     bm.commit()
     P, A = pl.ds(0, C), pl.ds(C, C)
 
     # The key side. Its order keeps few tiles alive at a time.
-    gT = jnp.maximum(bm.load_transposed(g_tile), MIN_LOG_DECAY)
+    raw_g = g_tile if given_g is None else given_g
+    gT = gates.log_decay(bm.load_transposed(raw_g).astype(f32))
+    if given_g is None and raw.gate:
+        kept_g = bm.load_transposed(g_tile)
     bm.store_transposed(g_tile, D)  # For the exact path, which reads columns of dP and dA.
     bm.commit()
     S_T, do_T, dR_T = bm.transpose(s_tile), bm.transpose(both.at[P]), bm.transpose(both.at[A])
-    kT = bm.load_transposed(k_tile).astype(f32)
+
+    def normalised(tile, which):
+        x = bm.load_transposed(tile).astype(f32)
+        return x * bm.load_row(norm_rows.at[which], shape) if raw.l2norm else x
+
+    kT = normalised(k_tile, 1)
     blocks = C > BLOCK
 
     (suffix,) = sums(gT, "suffix")
@@ -104,7 +132,7 @@ def _kda_grads(
     slow = jnp.max(-prefix, axis=0) > limit
     fast = bm.spread_columns(jnp.where(slow, 0.0, 1.0), shape)
     E, far_key = (beta_of * kT * up).astype(op), (kT * anchor).astype(op)
-    Q = (bm.load_transposed(q_tile).astype(f32) * scale * up).astype(op)
+    Q = (normalised(q_tile, 0) * scale * up).astype(op)
     base = exp(sums(gT, "base")[0]) if blocks else 1.0
 
     def earlier(total, part):
@@ -167,7 +195,7 @@ def _kda_grads(
         span = jnp.where(within >= j, span + of_block(gT), span)
         return span, dqT + p * k_j, deT + a * k_j, dkT + jnp.where(here, dk_j, 0.0), dG
 
-    qT = bm.load_transposed(q_tile).astype(f32) * scale
+    qT = normalised(q_tile, 0) * scale
     any_slow = jnp.max(jnp.where(slow, 1.0, 0.0)) > 0.5
     steps = BLOCK if always_exact else any_slow.astype(jnp.int32) * BLOCK
     _, dqT, deT, dkT, dG = lax.fori_loop(0, steps, exact, (bm.zeros(shape), dqT, deT, dkT, dG))
@@ -175,16 +203,31 @@ def _kda_grads(
     diagonal = bm.spread_columns(on_diagonal, shape)
     (later,) = sums(dG, ("suffix", "rest") if C > BLOCK else "suffix")
     share = jnp.sum(kT * deT, axis=0)
+    dqT, dkT = scale * (dqT + diagonal * kT), dkT + diagonal * qT + beta_of * deT
+    if raw.l2norm:
+        # q . dq and k . dk over all channels, of which a program has a part, from the value side. qT is scaled, and so
+        # is o; without a scale o is 0, and so is the sum.
+        dqT -= qT * (bm.spread_columns(q_dq, shape) * (1.0 / scale if scale else 0.0))
+        dkT += kT * (beta_of * bm.spread_columns(value_share, shape) + 2.0 * bm.spread_columns(minus_U_dR, shape))
+        dqT, dkT = dqT * bm.load_row(norm_rows.at[0], shape), dkT * bm.load_row(norm_rows.at[1], shape)
+    dgT = dG + later + bm.spread_rows(leaving, shape)
+    if raw.gate:
+        given = kept_g if given_g is None else bm.load_transposed(given_g).astype(f32)
+        dgT, dA_share, bias_share = gates.gradients(given, gT, dgT)
     # Results take the place of the inputs that they belong to, once every warp has read the last of those.
     bm.commit()
-    bm.store_transposed(q_tile, (scale * (dqT + diagonal * kT)).astype(op))
-    bm.store_transposed(k_tile, (dkT + diagonal * qT + beta_of * deT).astype(op))
-    bm.store_transposed(g_tile, dG + later + bm.spread_rows(leaving, shape))
+    bm.store_transposed(q_tile, dqT.astype(op))
+    bm.store_transposed(k_tile, dkT.astype(op))
+    bm.store_transposed(raw_g, dgT.astype(raw_g.dtype))
     beta_row[...] = share + jnp.where(tile == 0, 1.0, 0.0) * value_share
+    if raw.gate:
+        shares.at[0][...], shares.at[1][...] = dA_share, bias_share
     outputs = [
         (q_tile, dq.at[b, tokens, h, channels]), (k_tile, dk.at[b, tokens, h, channels]),
-        (g_tile, dg.at[b, tokens, h, channels]), (beta_row, dbeta.at[head, tile, n]),
+        (raw_g, dg.at[b, tokens, h, channels]), (beta_row, dbeta.at[head, tile, n]),
     ]  # fmt: skip
+    if raw.gate:
+        outputs.append((shares, dgate[0].at[head, n, :, channels]))
     bm.copy_buffers_out(outputs)
 
     @pl.when(tile == 0)
@@ -195,10 +238,14 @@ def _kda_grads(
 
 
 def _kda_prepare(
-    q, k, v, g, beta, M, W, qhat, ktil, y, decay, *,
-    sizes: Sizes, scale: float, op, interpret: bool,
-    q_tile, k_tile, g_tile, v_tile, m_tile, w_tile, y_tile, beta_row, decay_row, masks, loaded, **left,
+    q, k, v, g, beta, M, *refs,
+    sizes: Sizes, raw: Raw, scale: float, op, interpret: bool,
+    q_tile, k_tile, g_tile, v_tile, m_tile, w_tile, y_tile, beta_row, decay_row, masks, loaded,
+    norm_rows: Any = None, gate_rows: Any = None, **left,
 ):  # fmt: skip
+    """refs: norms where q and k come raw, exp(A_log) and dt_bias where g does; the results W, Qhat, Ktil, Y, decay."""
+    _, norms, gate, refs = raw_refs(refs, raw, with_o=False)
+    W, qhat, ktil, y, decay = refs
     C, tiles, nt, HV = sizes.C, sizes.bk // ROWS, sizes.nt, sizes.HV
     slabs = sizes.bv // ROWS
     tile = lax.rem(bm.program(), tiles)
@@ -210,23 +257,28 @@ def _kda_prepare(
         (g.at[b, tokens, h, channels], g_tile), (v.at[b, tokens, h], v_tile), (M.at[head, n], m_tile),
         (beta.at[head, n], beta_row),
     ]  # fmt: skip
+    copies += [(norms.at[head, n], norm_rows)] if raw.l2norm else []
+    copies += [(gate.at[h, :, channels], gate_rows)] if raw.gate else []
     for source, target in copies:
         bm.copy_in(source, target, loaded)
     on = Tiles(C, op, interpret, masks, left)
     on.write_masks()
     bm.commit()
     bm.wait(loaded)
+    gates = Gate(raw, gate_rows, None if sizes.T % C == 0 else n * C + on.col < sizes.T)
 
     shape, M_T = (ROWS, C), bm.transpose(m_tile)
     f32 = jnp.float32
     beta_of = bm.load_row(beta_row, shape)
-    gT = jnp.maximum(bm.load_transposed(g_tile), MIN_LOG_DECAY)
+    gT = gates.log_decay(bm.load_transposed(g_tile).astype(f32))
     prefix, suffix = on.sums(gT, "prefix", "suffix")
     up, down = exp(prefix), exp(suffix)
     if C > BLOCK:
         base, rest = on.sums(gT, "base", "rest")
         up, down = up * exp(base), down * exp(rest)
     kT, qT = bm.load_transposed(k_tile).astype(f32), bm.load_transposed(q_tile).astype(f32)
+    if raw.l2norm:
+        kT, qT = kT * bm.load_row(norm_rows.at[1], shape), qT * bm.load_row(norm_rows.at[0], shape)
     W_T = on.product((on.operand("a", beta_of * kT * up), M_T))
     decay_row[...] = jnp.sum(jnp.where(on.col == C - 1, up, 0.0), axis=1)
     bm.store_transposed(w_tile, W_T.astype(op))
@@ -253,8 +305,35 @@ def _kda_prepare(
     bm.finish_copies_out()
 
 
-def prepare(q, k, v, g, beta, matrices, *, scale, config: KdaConfig, interpret):
-    """Runs the Hopper `kda_prepare` on P and M of an earlier run; returns W, Qhat, Ktil, Y and decay as
+def raw_refs(refs: Sequence[Any], raw: Raw, *, with_o: bool = True) -> tuple[Any, Any, Any, list[Any]]:
+    """o, norms and the gate's rows, None where they are no inputs, and the refs that follow."""
+    rest = list(refs)
+    o = rest.pop(0) if raw.l2norm and with_o else None
+    norms = rest.pop(0) if raw.l2norm else None
+    return o, norms, rest.pop(0) if raw.gate else None, rest
+
+
+def _raw_inputs(raw: Raw, sizes: Sizes, matrices, A_log, dt_bias, o=None) -> tuple[list[jax.Array], dict[str, Any]]:
+    """What the kernels take besides where inputs come raw, and the scratch for it."""
+    inputs: list[jax.Array] = [] if o is None else [o]
+    scratch: dict[str, Any] = {}
+    if raw.l2norm:
+        inputs.append(matrices[2].swapaxes(-1, -2))
+        scratch["norm_rows"] = bm.rows((2, sizes.C), jnp.float32)
+    if raw.gate:
+        inputs.append(gate_rows(A_log, dt_bias, sizes))
+        scratch["gate_rows"] = bm.rows((2, ROWS), jnp.float32)
+    return inputs, scratch
+
+
+def strength(beta: jax.Array, raw: Raw) -> jax.Array:
+    """beta as the formulas take it, in float32. It is small: XLA makes it up."""
+    beta = beta.astype(jnp.float32)
+    return raw.strength * jax.nn.sigmoid(beta) if raw.beta else beta
+
+
+def prepare(q, k, v, g, beta, matrices, A_log=None, dt_bias=None, *, scale, config: KdaConfig, interpret, raw: Raw):
+    """Runs the Hopper `kda_prepare` on P, M and norms of an earlier run; returns W, Qhat, Ktil, Y and decay as
     `forward.Prepared` has them.
 
     Raises:
@@ -265,30 +344,36 @@ def prepare(q, k, v, g, beta, matrices, *, scale, config: KdaConfig, interpret):
     check_sizes(sizes, q, k, v)
     heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
     op, shape = q.dtype, jax.ShapeDtypeStruct
-    inputs = [q, k, v, g.astype(jnp.float32), beta_rows(beta, sizes), matrices[1]]
+    inputs = [q, k, v, g, beta_rows(strength(beta, raw), sizes), matrices[1]]
+    more, scratch = _raw_inputs(raw, sizes, matrices, A_log, dt_bias)
+    inputs += more
     outputs = [shape((heads, nt, C, bk), op)] * 3
     outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
-    scratch: dict[str, Any] = {
+    scratch |= {
         "q_tile": bm.tiles((C, ROWS), op),
         "k_tile": bm.tiles((C, ROWS), op),
-        "g_tile": bm.rows((C, ROWS), jnp.float32),
+        "g_tile": bm.rows((C, ROWS), jnp.float32) if g.dtype == jnp.float32 else bm.tiles((C, ROWS), g.dtype),
         "v_tile": bm.tiles((C, bv), op),
         "m_tile": bm.tiles((C, C), op, 2 * C),
         "w_tile": bm.tiles((C, ROWS), op),
         "y_tile": bm.tiles((ROWS, C), op, 2 * C),
         "beta_row": bm.rows((C,), jnp.float32),
         "decay_row": bm.rows((ROWS,), jnp.float32),
-        "loaded": bm.barriers(None, 6),
+        "loaded": bm.barriers(None, len(inputs)),
     }
     scratch |= tile_scratch(C, op, interpret)
     return bm.launch(
-        functools.partial(_kda_prepare, sizes=sizes, scale=scale, op=op, interpret=interpret), "kda_prepare", inputs,
-        outputs, scratch, programs=heads * nt * (bk // ROWS), cluster=1, warpgroups=1, interpret=interpret,
+        functools.partial(_kda_prepare, sizes=sizes, raw=raw, scale=scale, op=op, interpret=interpret), "kda_prepare",
+        inputs, outputs, scratch, programs=heads * nt * (bk // ROWS), cluster=1, warpgroups=1, interpret=interpret,
     )  # fmt: skip
 
 
-def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: KdaConfig, interpret):
-    """Runs the Hopper `kda_grads`; returns dq, dk, dv, dg and dbeta as `backward.gradients` does.
+def gradients(
+    prepared, states, dS, dU, q, k, v, g, beta, do, A_log=None, dt_bias=None, o=None,
+    *, scale, config: KdaConfig, interpret, raw: Raw,
+):  # fmt: skip
+    """Runs the Hopper `kda_grads`; returns dq, dk, dv, dg, dbeta, dA_log and ddt_bias as `backward.gradients` does. o,
+    the forward's output, is needed where q and k come raw.
 
     Raises:
       ValueError: for other than bfloat16, K of 64 or 128, V of 64, 128 or 256, one value head a key head, and T a
@@ -296,14 +381,17 @@ def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: 
     """
     sizes = Sizes.of(q, v, beta, config)
     check_sizes(sizes, q, k, v, do)
-    heads, C, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bv, sizes.nt
-    tiles, op, shape = sizes.bk // ROWS, prepared.W.dtype, jax.ShapeDtypeStruct
-    inputs = [q, k, v, g.astype(jnp.float32), do, beta_rows(beta, sizes)]
-    inputs += [prepared.M, states.S, dS, states.U, dU, prepared.decay]
-    outputs = [shape(x.shape, x.dtype) for x in (q, k, v)]
-    outputs += [shape(g.shape, jnp.float32), shape((heads, tiles, nt, C), jnp.float32)]
+    heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
+    tiles, op, shape = bk // ROWS, prepared.W.dtype, jax.ShapeDtypeStruct
+    betas = strength(beta, raw)
+    inputs = [q, k, v, g, do, beta_rows(betas, sizes), prepared.M, states.S, dS, states.U, dU, prepared.decay]
+    matrices = prepared.P, prepared.M, prepared.norms
+    more, scratch = _raw_inputs(raw, sizes, matrices, A_log, dt_bias, o if raw.l2norm else None)
+    inputs += more
+    outputs = [shape(x.shape, x.dtype) for x in (q, k, v, g)] + [shape((heads, tiles, nt, C), jnp.float32)]
+    outputs += [shape((heads, nt, 2, bk), jnp.float32)] if raw.gate else []
     within = 2 * C
-    scratch: dict[str, Any] = {
+    scratch |= {
         "q_tile": bm.tiles((C, ROWS), op),
         "k_tile": bm.tiles((C, ROWS), op),
         "g_tile": bm.rows((C, ROWS), jnp.float32),
@@ -318,16 +406,24 @@ def gradients(prepared, states, dS, dU, q, k, v, g, beta, do, *, scale, config: 
         "decay_row": bm.rows((ROWS,), jnp.float32),
         "near": bm.tiles((ROWS, C), op, within),
         "far": bm.tiles((ROWS, C), op, within),
-        "loaded": bm.barriers(None, 12),
+        "loaded": bm.barriers(None, len(inputs)),
     }
+    scratch |= {} if g.dtype == jnp.float32 else {"given_g": bm.tiles((C, ROWS), g.dtype)}
+    scratch |= {"shares": bm.rows((2, ROWS), jnp.float32)} if raw.gate else {}
     scratch |= tile_scratch(C, op, interpret)
     body = functools.partial(
-        _kda_grads, sizes=sizes, scale=scale, limit=FAST_LIMIT["16bit"], op=op, always_exact=config.always_exact,
-        interpret=interpret,
+        _kda_grads, sizes=sizes, raw=raw, scale=scale, limit=FAST_LIMIT["16bit"], op=op,
+        always_exact=config.always_exact, interpret=interpret,
     )  # fmt: skip
-    dq, dk, dv, dg, shares = bm.launch(
+    dq, dk, dv, dg, shares, *dgate = bm.launch(
         body, "kda_grads", inputs, outputs, scratch, programs=heads * nt * tiles, cluster=1, warpgroups=1,
         interpret=interpret,
     )  # fmt: skip
     dbeta = shares.sum(axis=1).reshape(sizes.B, sizes.HV, nt * C)[..., : sizes.T].swapaxes(1, 2)
-    return dq, dk, dv, dg.astype(g.dtype), dbeta.astype(beta.dtype)
+    dbeta = dbeta * betas * (1.0 - betas / raw.strength) if raw.beta else dbeta
+    dA_log = ddt_bias = None
+    if raw.gate:
+        of_heads = dgate[0].reshape(sizes.B, sizes.HV, nt, 2, bk)
+        dA_log = None if A_log is None else of_heads[..., 0, :].sum(axis=(0, 2, 3)).astype(A_log.dtype)
+        ddt_bias = None if dt_bias is None else of_heads[..., 1, :].sum(axis=(0, 2)).reshape(-1).astype(dt_bias.dtype)
+    return dq, dk, dv, dg, dbeta.astype(beta.dtype), dA_log, ddt_bias

@@ -19,16 +19,16 @@ from pallas_kernels.kda.blocks import MIN_LOG_DECAY
 NORM_EPSILON = 1e-6
 
 # Raw gates beyond it saturate all the same, and an infinite one would make NaN of 0 * inf.
-_LARGEST_RAW_GATE = 1e30
+LARGEST_RAW_GATE = 1e30
 
 # log(1 + t) / t on [0, 1], polynomials of the smallest relative error: 3e-8, and 6e-5 where operands are rounded more.
 # A logarithm of the special-function unit is exact to 2^-22 absolutely, which small gates over many tokens are not.
-_LOG1P = {
+LOG1P = {
     "fp32": (0.99999997, -0.499994931, 0.333190968, -0.248429818, 0.191060051, -0.136632423, 0.0782259104,
              -0.0295052133, 0.00523268791),
     "tf32": (0.999943278, -0.496977794, 0.306300873, -0.157427118, 0.041347258),
 }  # fmt: skip
-_LOG1P["16bit"] = _LOG1P["tf32"]
+LOG1P["16bit"] = LOG1P["tf32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
 def softplus(x: jax.Array, precision: str, interpret: bool) -> jax.Array:
     """log(1 + exp(x)), to float32's accuracy relative to itself under "fp32"."""
     t = bt.exp(-jnp.abs(x), interpret)
-    *rest, last = _LOG1P[precision]
+    *rest, last = LOG1P[precision]
     y = jnp.full_like(t, last)
     for coefficient in reversed(rest):
         y = bt.fma(y, t, coefficient, interpret)
@@ -109,7 +109,7 @@ class Gate:
 
     def gradients(self, x: jax.Array, g: jax.Array, dg: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gradient of the raw gate and, element by element, of A_log, from that of the clamped log decay g."""
-        x = jnp.clip(self._biased(x), -_LARGEST_RAW_GATE, _LARGEST_RAW_GATE)
+        x = jnp.clip(self._biased(x), -LARGEST_RAW_GATE, LARGEST_RAW_GATE)
         # Where everything is forgotten the gradient is 0, and not what rounding leaves of a sum.
         dg = jnp.where(g > MIN_LOG_DECAY, dg, 0.0)
         if self.lower_bound is None:
