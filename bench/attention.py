@@ -3,7 +3,7 @@
     python -m bench.attention --impl=pallas,jax,sdpa
     python -m bench.attention --impl=all --preset=report_fp32,t4096_d128_bf16 --json out.json
 
---impl   arms: pallas, pallas_triton, xla (ours in jax.numpy); jax_cudnn and jax_xla
+--impl   arms: pallas, pallas_triton, pallas_mosaic, xla (ours in jax.numpy); jax_cudnn and jax_xla
          (jax.nn.dot_product_attention); sdpa_flash, sdpa_cudnn, sdpa_mem_efficient and sdpa_math, the back-ends of
          torch's scaled_dot_product_attention; composite (a softmax between two products, in torch).
          Groups: ours, jax, sdpa, torch, all
@@ -154,7 +154,7 @@ def arms(precision: str) -> dict[str, Arm]:
             name, framework, here + target, options, requires=(framework,), precision=precision, exclusive=exclusive
         )
 
-    found = [ours("pallas"), ours("pallas_triton"), ours("xla")]
+    found = [ours(name) for name in ("pallas", "pallas_triton", "pallas_mosaic", "xla")]
     found += [
         other(f"jax_{name}", "jax", "jax_nn", name == "xla", implementation=name, precision=precision)
         for name in ("cudnn", "xla")

@@ -247,7 +247,9 @@ def _attention(card: Card) -> Iterator[Case]:
         dims = [64] if dtype == "float16" else list(found.values())  # it takes bfloat16's configurations
         for D in dims:
             fast = D == 64 and dtype != "float16"
-            yield _attention_case(dtype, precision, D, fast=fast)
+            yield _attention_case(dtype, precision, D, fast=fast, implementation="pallas_triton")
+            if card.is_hopper and D in (64, 128) and (precision == "16bit" or precision == "fp32" and D == 64):
+                yield _attention_case(dtype, precision, D, "hopper", fast=fast, implementation="pallas_mosaic")
         if precision != "tf32" and dtype != "float16":
             yield _attention_case(dtype, precision, 100, "odd", tokens=ODD_TOKENS, causal=False)
             yield _attention_case(dtype, precision, 128, "packed", packed=True)

@@ -16,11 +16,19 @@ import jax.numpy as jnp
 
 from dormouse_jax import packing
 from dormouse_jax import validation as check
-from dormouse_jax.dispatch import Device, device_of, interpreting, require_proven, require_triton, warn_once
+from dormouse_jax.dispatch import (
+    Device,
+    device_of,
+    interpreting,
+    require_hopper,
+    require_proven,
+    require_triton,
+    warn_once,
+)
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.reference import attention as reference
 
-IMPLEMENTATIONS = ("pallas", "pallas_triton", "xla")
+IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla")
 FLOATS = ("float32", "bfloat16", "float16")
 MAX_DIM = 256
 
@@ -61,9 +69,10 @@ def attention(
       precision: of the matrix products. "fp32" (float32-accurate; the default for float32 inputs), "tf32" (one TF32
         pass, float32 inputs) or "16bit" (16-bit operands; the default for bfloat16 and float16). Sums, scores and their
         exponentials are float32 always.
-      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton" or "xla", which forms the
-        matrix of scores. None takes "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under
-        `interpret_kernels()`, and "xla" elsewhere.
+      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (a forward
+        kernel for Hopper cards: Tq and Tk multiples of 8, nothing packed, in 16 bit with D of 64 or 128, in "fp32" with
+        D of 64) or "xla", which forms the matrix of scores. None takes "pallas" on an NVIDIA GPU, where a GPU has shown
+        it to be right, and under `interpret_kernels()`, and "xla" elsewhere.
 
     Returns:
       `[B, Tq, H, D]` in q's dtype, differentiable in q, k and v. A query that sees no key gives 0 and has no gradient.
@@ -74,9 +83,11 @@ def attention(
       NotImplementedError: the named implementation cannot serve the call.
 
     The kernels keep the inputs, o and one number a query for the backward: memory is linear in Tq and Tk. The operator
-    is deterministic, and o_t depends on no key that it does not see, bit for bit, be that key or its value inf or NaN.
+    is deterministic, and o_t depends on no key that it does not see, bit for bit, be that key or its value inf or NaN;
+    but with "pallas_mosaic" a value that is inf or NaN reaches the queries of its tile, up to 127 tokens before it.
     Under `jax.shard_map`, over batch and heads, it needs check_vma=False. After Dao, "FlashAttention-2: Faster
-    Attention with Better Parallelism and Work Partitioning", 2023 (arXiv:2307.08691).
+    Attention with Better Parallelism and Work Partitioning", 2023 (arXiv:2307.08691), and Shah et al.,
+    "FlashAttention-3", 2024 (arXiv:2407.08608).
     """
     options = _Options(causal, scale, precision, implementation)
     x, options = _validate({"q": q, "k": k, "v": v}, cu_seqlens, segment_ids, options)
@@ -167,7 +178,7 @@ def _spans(q_shape: tuple[int, ...], Tk: int, cu_seqlens: Any, segment_ids: Any)
 class _Plan:
     """What a call will run: everything about it that is not an array."""
 
-    implementation: str  # "pallas_triton" or "xla"
+    implementation: str  # "pallas_mosaic", "pallas_triton" or "xla"
     config: Any
     causal: bool
     scale: float
@@ -194,18 +205,26 @@ def _plan(options: _Options, x: _Arguments) -> _Plan:
         )
 
     if asked == "xla":
-        return plan("xla", None, [("pallas_triton", "implementation='xla' was asked for")])
+        reason = "implementation='xla' was asked for"
+        return plan("xla", None, [("pallas_mosaic", reason), ("pallas_triton", reason)])
     try:
         config = _triton_config(device, interpret, asked, x.q.shape[-1], options.precision)
-        return plan("pallas_triton", config, [])
     except NotImplementedError as reason:
         if asked is not None:
-            raise NotImplementedError(
-                f"attention: implementation={asked!r} cannot serve this call: {reason}"
-            ) from reason
+            raise _refusal(asked, reason) from reason
         if device.platform == "gpu" or interpret:
             warn_once(f"attention: taking the slower implementation 'xla', not 'pallas_triton': {reason}")
         return plan("xla", None, [("pallas_triton", str(reason))])
+    try:
+        return plan("pallas_mosaic", _hopper_config(config, device, interpret, options, x), [])
+    except NotImplementedError as reason:
+        if asked == "pallas_mosaic":
+            raise _refusal(asked, reason) from reason
+        return plan("pallas_triton", config, [("pallas_mosaic", str(reason))])
+
+
+def _refusal(asked: str, reason: Exception) -> NotImplementedError:
+    return NotImplementedError(f"attention: implementation={asked!r} cannot serve this call: {reason}")
 
 
 def _triton_config(device: Device, interpret: bool, asked: str | None, D: int, precision: str) -> Any:
@@ -216,6 +235,21 @@ def _triton_config(device: Device, interpret: bool, asked: str | None, D: int, p
     try:
         return _kernels().choose_config(device.kind, D=D, precision=precision)
     except (ImportError, ValueError) as reason:
+        raise NotImplementedError(str(reason)) from reason
+
+
+def _hopper_config(config: Any, device: Device, interpret: bool, options: _Options, x: _Arguments) -> Any:
+    """The same with the forward kernel for Hopper."""
+    asked = options.implementation
+    if asked == "pallas_triton":
+        raise NotImplementedError("implementation='pallas_triton' was asked for")
+    require_hopper(device, interpret, asked)
+    if asked != "pallas_mosaic":
+        require_proven("attention_hopper", interpret)
+    Tq, Tk, D = x.q.shape[1], x.k.shape[1], x.q.shape[3]
+    try:
+        return _kernels().on_hopper(config, D=D, Tq=Tq, Tk=Tk, precision=options.precision, packed=x.spans is not None)
+    except ValueError as reason:
         raise NotImplementedError(str(reason)) from reason
 
 

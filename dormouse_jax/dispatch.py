@@ -31,6 +31,7 @@ UNPROVEN = {
     "raw": "kernels that take raw gates, beta, queries or keys",
     "packed": "kernels that take packed sequences",
     "attention": "the attention kernels",
+    "attention_hopper": "the attention kernels for Hopper",
 }
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)

@@ -235,6 +235,11 @@ def row_zeros(n: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((n,), jnp.float32), plgpu.Layout.WGMMA.reduce(0))
 
 
+def column(n: int, value: float) -> jax.Array:
+    """float32 [n], all of one value, laid out as a sum over columns is."""
+    return plgpu.layout_cast(jnp.full((n,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
 def load_column(ref: Any) -> jax.Array:
     """A 1D ref, laid out as a sum over columns is."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,10 @@ from torch_ref import options as torch_options
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OPERATORS = ("kda", "gdn2")
 IMPLEMENTATIONS = ("recurrent", "xla", "pallas_triton")
+
+# Interpreted kernels of Mosaic GPU block threads of XLA's pool, one a warpgroup: as few as there may be cores could
+# all be blocked.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
 # shard_map wants more than one device; where JAX has started already, it has to make do with one.
 with contextlib.suppress(RuntimeError):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import dormouse_jax
 from dormouse_jax import attention, dispatch
 from pallas_kernels import attention as kernels
+from pallas_kernels.attention import config
 from tests import helpers
 from torch_ref.attention import attention as torch_attention
 from torch_ref.attention import attention_composite, attention_oracle
@@ -21,14 +22,19 @@ from torch_ref.attention import attention_composite, attention_oracle
 IMPLEMENTATIONS = ("xla", "pallas_triton")
 
 # Where kernels are interpreted, tiles are small: several are walked through at small sizes.
+SMALL_HOPPER_TILES = kernels.HopperTiles(64, 2)
 SMALL_TILES = kernels.AttentionConfig(kernels.Tiles(16, 32), kernels.Tiles(32, 16), kernels.Tiles(16, 16))
 
 
 def setUpModule():
     if not helpers.on_gpu():
-        patch = mock.patch.object(kernels, "choose_config", lambda *args, **kwargs: SMALL_TILES)
-        patch.start()
-        absltest.unittest.addModuleCleanup(patch.stop)
+        hopper = dict.fromkeys(config._HOPPER, SMALL_HOPPER_TILES)
+        for patch in (
+            mock.patch.object(kernels, "choose_config", lambda *args, **kwargs: SMALL_TILES),
+            mock.patch.object(config, "_HOPPER", hopper),
+        ):
+            patch.start()
+            absltest.unittest.addModuleCleanup(patch.stop)
 
 
 def each(*, few=lambda *case: True, **axes):
@@ -154,6 +160,66 @@ class AccuracyTest(parameterized.TestCase):
             self.skipTest("tiles are fixed here")
         configs = {kernels.choose_config("", D=D, precision="fp32") for D in (64, 128, 256)}
         self.assertLen(configs, 3)
+
+
+HOPPER_SIZES = {"queries_and_keys": (200, 200), "few_queries": (72, 200), "more_queries_than_keys": (200, 72)}
+if helpers.on_gpu():
+    HOPPER_SIZES |= {"eight": (8, 8), "whole_tiles": (1024, 1024), "odd": (2056, 2056), "decoding": (8, 4104)}
+
+
+class HopperTest(parameterized.TestCase):
+    """The forward kernel on Mosaic GPU, with the backward kernels that read what it leaves."""
+
+    def setUp(self):
+        super().setUp()
+        if helpers.on_gpu() and jax.devices()[0].compute_capability != "9.0":
+            self.skipTest("it is for Hopper")
+
+    @parameterized.named_parameters(
+        {"testcase_name": f"{size}_{dtype}_{D}_{'causal' if causal else 'full'}"}
+        | {"size": size, "dtype": dtype, "D": D, "causal": causal}
+        for size, dtype, D, causal in itertools.product(
+            HOPPER_SIZES, ("bfloat16", "float16", "float32"), (64, 128), (True, False)
+        )
+        if (dtype != "float32" or D == 64)
+        and (
+            helpers.on_gpu()
+            or (size, dtype, D, causal)
+            in (
+                ("queries_and_keys", "bfloat16", 128, True),
+                ("few_queries", "float32", 64, False),
+                ("more_queries_than_keys", "float16", 64, True),
+            )
+        )
+    )
+    def test_against_the_oracle(self, size, dtype, D, causal):
+        arrays, do = problem(*HOPPER_SIZES[size], B=2 if helpers.on_gpu() else 1, D=D, H=2, HK=1, dtype=dtype)
+        precision = "fp32" if dtype == "float32" else "16bit"
+        assert_accurate(arrays, do, "pallas_mosaic", precision=precision, causal=causal)
+
+    def test_on_a_gpu_it_gives_the_same_bits_again_and_sees_no_later_token(self):
+        if not helpers.on_gpu():
+            self.skipTest("interpret mode has nothing that could differ")
+        arrays, do = problem(2048, D=128, dtype="bfloat16")
+        first = value_and_grads(arrays, do, "pallas_mosaic")
+        for _ in range(50):
+            helpers.assert_same_bits(value_and_grads(arrays, do, "pallas_mosaic"), first)
+        changed = {name: np.array(x) for name, x in arrays.items()}
+        for x in changed.values():
+            x[:, 1000:] *= -3
+        got = value_and_grads(changed, do, "pallas_mosaic")
+        helpers.assert_same_bits({"o": got["o"][:, :1000]}, {"o": first["o"][:, :1000]})
+
+    @parameterized.named_parameters(
+        ("odd", {"T": 20}, "copies tiles of 8 tokens, into which Tq=20 and Tk=20 cannot be cut"),
+        ("dim", {"D": 32}, "this is 'fp32' with 32"),
+        ("packed", {"segment_ids": np.zeros((2, 64), np.int32)}, "takes no packed sequences"),
+    )
+    def test_refused(self, changes, message):
+        options = {"T": 64, "D": 64} | changes
+        arrays, _ = problem(options.pop("T"), D=options.pop("D"))
+        with helpers.kernels_run("pallas_mosaic"), self.assertRaisesRegex(NotImplementedError, message):
+            attention(**arrays, implementation="pallas_mosaic", **options)
 
 
 class CausalityTest(parameterized.TestCase):
@@ -367,6 +433,11 @@ class DispatchTest(parameterized.TestCase):
             self.assertEqual(call.implementation, "xla")
             (call,) = dormouse_jax.explain(lambda *x: attention(*x, implementation="pallas"), *arrays.values())
             self.assertEqual(call.implementation, "pallas_triton")
+            arrays, _ = problem(64, D=64)
+            for names, chosen in (({"attention_hopper": "these"}, "pallas_triton"), ({}, "pallas_mosaic")):
+                with mock.patch.dict(dispatch.UNPROVEN, names, clear=True):
+                    (call,) = dormouse_jax.explain(attention, *arrays.values())
+                self.assertEqual(call.implementation, chosen)
 
 
 class PortTest(parameterized.TestCase):
@@ -457,7 +528,7 @@ class ErrorsTest(parameterized.TestCase):
             attention(**arguments)
         self.assertStartsWith(str(caught.exception), f"attention: {message}")
 
-    @parameterized.parameters("pallas", "pallas_triton")
+    @parameterized.parameters("pallas", "pallas_triton", "pallas_mosaic")
     def test_kernels_by_name_without_a_gpu(self, implementation):
         if helpers.on_gpu():
             self.skipTest("there is a GPU")

@@ -10,6 +10,7 @@ import json
 from pallas_kernels.backend_triton import PRECISIONS
 
 MAX_DIM = 256
+_TMA_ROWS = 8  # tokens of the tiles that Hopper's tensor memory accelerator copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,25 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-    """The three Triton kernels: the forward, the gradients of keys and values, and the gradient of queries."""
+class HopperTiles:
+    """How the forward kernel for Hopper is cut: keys of a tile, and tiles of keys and of values in shared memory or on
+    their way there."""
 
-    forward: Tiles
+    k: int
+    stages: int = 2
+
+    def __post_init__(self):
+        if self.k not in (32, 64, 128):
+            raise ValueError(f"k must be 32, 64 or 128, got {self.k}")
+        if not 2 <= self.stages <= 8:
+            raise ValueError(f"stages must lie between 2 and 8, got {self.stages}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """The three kernels: the forward, the gradients of keys and values, and the gradient of queries."""
+
+    forward: Tiles | HopperTiles
     dkv: Tiles
     dq: Tiles
 
@@ -74,3 +90,31 @@ def choose_config(device_kind: str, *, D: int, precision: str) -> AttentionConfi
         and row["match"].get("max_dim", MAX_DIM) >= D
     )
     return AttentionConfig(**{name: Tiles(*sizes) for name, sizes in row["config"].items()})
+
+
+# Of the forward kernel for Hopper, by precision and head dim.
+_HOPPER = {
+    ("16bit", 64): HopperTiles(128, 3),
+    ("16bit", 128): HopperTiles(128, 2),
+    ("fp32", 64): HopperTiles(64, 2),
+}
+
+
+def on_hopper(config: AttentionConfig, *, D: int, Tq: int, Tk: int, precision: str, packed: bool) -> AttentionConfig:
+    """The configuration with the forward kernel for Hopper.
+
+    Raises:
+      ValueError: it cannot serve such a call.
+    """
+    if packed:
+        raise ValueError("the Hopper kernel takes no packed sequences")
+    if (precision, D) not in _HOPPER:
+        raise ValueError(
+            "the Hopper kernel is for precision '16bit' with D of 64 or 128 and for 'fp32' with 64, "
+            f"and this is {precision!r} with {D}"
+        )
+    if Tq % _TMA_ROWS or Tk % _TMA_ROWS:
+        raise ValueError(
+            f"the Hopper kernel copies tiles of {_TMA_ROWS} tokens, into which Tq={Tq} and Tk={Tk} cannot be cut"
+        )
+    return dataclasses.replace(config, forward=_HOPPER[precision, D])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
-from pallas_kernels.attention.config import AttentionConfig, Tiles
+from pallas_kernels.attention.config import AttentionConfig, HopperTiles, Tiles
 from pallas_kernels.attention.sizes import Sight, Sizes, walk, weighted
 
 # What the largest score starts from: masked scores, -inf, stay below it, so that no difference of two is a NaN.
@@ -76,6 +76,11 @@ def forward(
       config, interpret: of the kernels, and whether they run in interpret mode.
     """
     sizes, tiles = Sizes.of(q, k, causal), config.forward
+    if isinstance(tiles, HopperTiles):
+        assert spans is None
+        from pallas_kernels.attention import mosaic  # imported where it is used: it changes with every release of JAX
+
+        return mosaic.forward(q, k, v, causal=causal, scale=scale, tiles=tiles, interpret=interpret)
     lse = jax.ShapeDtypeStruct((sizes.B, sizes.H, sizes.Tq, 1), jnp.float32)
     inputs: list = [(q, sizes.query_head()), (k, sizes.its_key_head()), (v, sizes.its_key_head())]
     inputs.append((None, None) if spans is None else (spans, sizes.spans(sizes.H)))
