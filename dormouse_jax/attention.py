@@ -69,8 +69,8 @@ def attention(
       precision: of the matrix products. "fp32" (float32-accurate; the default for float32 inputs), "tf32" (one TF32
         pass, float32 inputs) or "16bit" (16-bit operands; the default for bfloat16 and float16). Sums, scores and their
         exponentials are float32 always.
-      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (a forward
-        kernel for Hopper cards: Tq and Tk multiples of 8, nothing packed, in 16 bit with D of 64 or 128, in "fp32" with
+      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (kernels
+        for Hopper cards: Tq and Tk multiples of 8, nothing packed, in 16 bit with D of 64 or 128, in "fp32" with
         D of 64) or "xla", which forms the matrix of scores. None takes "pallas" on an NVIDIA GPU, where a GPU has shown
         it to be right, and under `interpret_kernels()`, and "xla" elsewhere.
 
@@ -84,7 +84,7 @@ def attention(
 
     The kernels keep the inputs, o and one number a query for the backward: memory is linear in Tq and Tk. The operator
     is deterministic, and o_t depends on no key that it does not see, bit for bit, be that key or its value inf or NaN;
-    but with "pallas_mosaic" a value that is inf or NaN reaches the queries of its tile, up to 127 tokens before it.
+    but with "pallas_mosaic" an input that is inf or NaN reaches results of its tile, up to 127 tokens away.
     Under `jax.shard_map`, over batch and heads, it needs check_vma=False. After Dao, "FlashAttention-2: Faster
     Attention with Better Parallelism and Work Partitioning", 2023 (arXiv:2307.08691), and Shah et al.,
     "FlashAttention-3", 2024 (arXiv:2407.08608).
@@ -216,7 +216,7 @@ def _plan(options: _Options, x: _Arguments) -> _Plan:
             warn_once(f"attention: taking the slower implementation 'xla', not 'pallas_triton': {reason}")
         return plan("xla", None, [("pallas_triton", str(reason))])
     try:
-        return plan("pallas_mosaic", _hopper_config(config, device, interpret, options, x), [])
+        return plan("pallas_mosaic", _hopper_config(device, interpret, options, x), [])
     except NotImplementedError as reason:
         if asked == "pallas_mosaic":
             raise _refusal(asked, reason) from reason
@@ -238,8 +238,8 @@ def _triton_config(device: Device, interpret: bool, asked: str | None, D: int, p
         raise NotImplementedError(str(reason)) from reason
 
 
-def _hopper_config(config: Any, device: Device, interpret: bool, options: _Options, x: _Arguments) -> Any:
-    """The same with the forward kernel for Hopper."""
+def _hopper_config(device: Device, interpret: bool, options: _Options, x: _Arguments) -> Any:
+    """The same of the kernels for Hopper."""
     asked = options.implementation
     if asked == "pallas_triton":
         raise NotImplementedError("implementation='pallas_triton' was asked for")
@@ -248,7 +248,7 @@ def _hopper_config(config: Any, device: Device, interpret: bool, options: _Optio
         require_proven("attention_hopper", interpret)
     Tq, Tk, D = x.q.shape[1], x.k.shape[1], x.q.shape[3]
     try:
-        return _kernels().on_hopper(config, D=D, Tq=Tq, Tk=Tk, precision=options.precision, packed=x.spans is not None)
+        return _kernels().choose_hopper(D=D, Tq=Tq, Tk=Tk, precision=options.precision, packed=x.spans is not None)
     except ValueError as reason:
         raise NotImplementedError(str(reason)) from reason
 

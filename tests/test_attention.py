@@ -22,7 +22,7 @@ from torch_ref.attention import attention_composite, attention_oracle
 IMPLEMENTATIONS = ("xla", "pallas_triton")
 
 # Where kernels are interpreted, tiles are small: several are walked through at small sizes.
-SMALL_HOPPER_TILES = kernels.HopperTiles(64, 2)
+SMALL_HOPPER_TILES = kernels.AttentionConfig(*(kernels.HopperTiles(64, 2) for _ in range(3)))
 SMALL_TILES = kernels.AttentionConfig(kernels.Tiles(16, 32), kernels.Tiles(32, 16), kernels.Tiles(16, 16))
 
 
@@ -168,7 +168,7 @@ if helpers.on_gpu():
 
 
 class HopperTest(parameterized.TestCase):
-    """The forward kernel on Mosaic GPU, with the backward kernels that read what it leaves."""
+    """The kernels on Mosaic GPU."""
 
     def setUp(self):
         super().setUp()
@@ -211,9 +211,9 @@ class HopperTest(parameterized.TestCase):
         helpers.assert_same_bits({"o": got["o"][:, :1000]}, {"o": first["o"][:, :1000]})
 
     @parameterized.named_parameters(
-        ("odd", {"T": 20}, "copies tiles of 8 tokens, into which Tq=20 and Tk=20 cannot be cut"),
+        ("odd", {"T": 20}, "copy tiles of 8 tokens, into which Tq=20 and Tk=20 cannot be cut"),
         ("dim", {"D": 32}, "this is 'fp32' with 32"),
-        ("packed", {"segment_ids": np.zeros((2, 64), np.int32)}, "takes no packed sequences"),
+        ("packed", {"segment_ids": np.zeros((2, 64), np.int32)}, "take no packed sequences"),
     )
     def test_refused(self, changes, message):
         options = {"T": 64, "D": 64} | changes

@@ -1,4 +1,4 @@
-"""Softmax attention, forward and backward, on Pallas's Triton backend, and a forward for Hopper on Mosaic GPU.
+"""Softmax attention, forward and backward, on Pallas's Triton backend, and on Mosaic GPU for Hopper.
 
 Both directions walk over tiles of the matrix of scores and keep none of it (FlashAttention-2): the forward leaves o and
 a number a query, the backward forms the scores again. With s = scale q k^T and the cotangent do of o,
@@ -12,7 +12,7 @@ where p = 0 for keys that a query does not see. Logarithms are to base 2, whose 
 """
 
 from pallas_kernels.attention.backward import backward
-from pallas_kernels.attention.config import AttentionConfig, HopperTiles, Tiles, choose_config, on_hopper
+from pallas_kernels.attention.config import AttentionConfig, HopperTiles, Tiles, choose_config, choose_hopper
 from pallas_kernels.attention.forward import forward
 
-__all__ = ["AttentionConfig", "HopperTiles", "Tiles", "backward", "choose_config", "forward", "on_hopper"]
+__all__ = ["AttentionConfig", "HopperTiles", "Tiles", "backward", "choose_config", "forward", "choose_hopper"]

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as bt
-from pallas_kernels.attention.config import AttentionConfig, Tiles
+from pallas_kernels.attention.config import AttentionConfig, HopperTiles, Tiles
 from pallas_kernels.attention.sizes import Sight, Sizes, walk, weighted
 
 
@@ -103,6 +103,14 @@ def backward(
     """dq, dk and dv, from what `forward` returned and the cotangent of o; arguments as there."""
     sizes = Sizes.of(q, k, causal)
     delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    if isinstance(config.dkv, HopperTiles) and isinstance(config.dq, HopperTiles):
+        assert spans is None
+        # Imported where it is used: it changes with every release of JAX.
+        from pallas_kernels.attention import mosaic_backward
+
+        tiles = {"dkv": config.dkv, "dq": config.dq, "interpret": interpret}
+        return mosaic_backward.backward(q, k, v, lse, delta, do, causal=causal, scale=scale, **tiles)
+    assert isinstance(config.dkv, Tiles) and isinstance(config.dq, Tiles)
 
     def launch(body, tiles, grid, arrays, heads, outputs):
         inputs: list = [*arrays, (None, None) if spans is None else (spans, sizes.spans(heads))]

@@ -40,15 +40,15 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class HopperTiles:
-    """How the forward kernel for Hopper is cut: keys of a tile, and tiles of keys and of values in shared memory or on
-    their way there."""
+    """How a kernel for Hopper is cut, which has 128 rows of scores in a block: columns of a tile, keys where rows are
+    queries, and how many tiles are in shared memory or on their way there."""
 
     k: int
     stages: int = 2
 
     def __post_init__(self):
-        if self.k not in (32, 64, 128):
-            raise ValueError(f"k must be 32, 64 or 128, got {self.k}")
+        if self.k not in (64, 128):
+            raise ValueError(f"k must be 64 or 128, got {self.k}")
         if not 2 <= self.stages <= 8:
             raise ValueError(f"stages must lie between 2 and 8, got {self.stages}")
 
@@ -58,8 +58,8 @@ class AttentionConfig:
     """The three kernels: the forward, the gradients of keys and values, and the gradient of queries."""
 
     forward: Tiles | HopperTiles
-    dkv: Tiles
-    dq: Tiles
+    dkv: Tiles | HopperTiles
+    dq: Tiles | HopperTiles
 
 
 @functools.cache
@@ -92,29 +92,29 @@ def choose_config(device_kind: str, *, D: int, precision: str) -> AttentionConfi
     return AttentionConfig(**{name: Tiles(*sizes) for name, sizes in row["config"].items()})
 
 
-# Of the forward kernel for Hopper, by precision and head dim.
+# Of the kernels for Hopper, by precision and head dim.
 _HOPPER = {
-    ("16bit", 64): HopperTiles(128, 3),
-    ("16bit", 128): HopperTiles(128, 2),
-    ("fp32", 64): HopperTiles(64, 2),
+    ("16bit", 64): AttentionConfig(HopperTiles(128, 3), HopperTiles(64, 3), HopperTiles(64, 3)),
+    ("16bit", 128): AttentionConfig(HopperTiles(128, 2), HopperTiles(64, 2), HopperTiles(64, 3)),
+    ("fp32", 64): AttentionConfig(HopperTiles(64, 2), HopperTiles(64, 2), HopperTiles(64, 2)),
 }
 
 
-def on_hopper(config: AttentionConfig, *, D: int, Tq: int, Tk: int, precision: str, packed: bool) -> AttentionConfig:
-    """The configuration with the forward kernel for Hopper.
+def choose_hopper(*, D: int, Tq: int, Tk: int, precision: str, packed: bool) -> AttentionConfig:
+    """The configuration of the kernels for Hopper.
 
     Raises:
-      ValueError: it cannot serve such a call.
+      ValueError: they cannot serve such a call.
     """
     if packed:
-        raise ValueError("the Hopper kernel takes no packed sequences")
+        raise ValueError("the Hopper kernels take no packed sequences")
     if (precision, D) not in _HOPPER:
         raise ValueError(
-            "the Hopper kernel is for precision '16bit' with D of 64 or 128 and for 'fp32' with 64, "
+            "the Hopper kernels are for precision '16bit' with D of 64 or 128 and for 'fp32' with 64, "
             f"and this is {precision!r} with {D}"
         )
     if Tq % _TMA_ROWS or Tk % _TMA_ROWS:
         raise ValueError(
-            f"the Hopper kernel copies tiles of {_TMA_ROWS} tokens, into which Tq={Tq} and Tk={Tk} cannot be cut"
+            f"the Hopper kernels copy tiles of {_TMA_ROWS} tokens, into which Tq={Tq} and Tk={Tk} cannot be cut"
         )
-    return dataclasses.replace(config, forward=_HOPPER[precision, D])
+    return _HOPPER[precision, D]

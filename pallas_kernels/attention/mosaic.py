@@ -30,7 +30,7 @@ ROWS = 64  # queries of a warpgroup: the rows of one product of the tensor cores
 GROUPS = 2  # warpgroups that multiply
 _COPIER = GROUPS
 # Products of the pieces of two operands, the smallest first.
-_PAIRS = {1: ((0, 0),), 3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))}
+PAIRS = {1: ((0, 0),), 3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,16 @@ class _Call:
     def masked(self) -> bool:
         """Whether a query may see a part of a tile of keys only."""
         return self.sizes.causal or self.sizes.Tk % self.tiles.k != 0
+
+
+def in_pieces(x: jax.Array, pieces: int, dtype: Any) -> list[jax.Array]:
+    """float32 x rounded to `dtype`, or as the sum of as many numbers of it."""
+    found = []
+    for piece in range(pieces):
+        found.append(x.astype(dtype))
+        if piece < pieces - 1:
+            x = x - found[-1].astype(jnp.float32)
+    return found
 
 
 def _kernel(
@@ -114,11 +124,11 @@ def _kernel(
             return left.at[me]
 
         def score(total, n):
-            for a, b in _PAIRS[pieces]:
+            for a, b in PAIRS[pieces]:
                 bm.multiply(total, q_tiles.at[me * pieces + a], bm.transpose(k_tiles.at[slot(n) * pieces + b]))
 
         def weigh(total, p, n):
-            for a, b in _PAIRS[pieces]:
+            for a, b in PAIRS[pieces]:
                 bm.multiply(total, operand(p[a]), v_tiles.at[slot(n) * pieces + b])
 
         def soften(n, s, acc, m, l, masked):
@@ -134,11 +144,7 @@ def _kernel(
             shrink = jnp.exp2(m - above)
             l = l * shrink + jnp.sum(p, axis=1)
             acc = acc * bm.spread_rows(shrink, acc.shape)
-            found = []
-            for _ in range(pieces):
-                found.append(p.astype(k_tiles.dtype))
-                p = p - found[-1].astype(jnp.float32)
-            return found, acc, above, l
+            return in_pieces(p, pieces, k_tiles.dtype), acc, above, l
 
         def step(n, carry, masked=False):
             s, acc, m, l = carry
