@@ -167,12 +167,14 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, numbers, a_full, full, empty, ca
                 p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
 
             def products(*totals, chosen):
-                for total, which in zip(totals, chosen, strict=True):
-                    if pieces == 1:
+                # All that changes registers comes before the first product.
+                weights = [in_pieces((ds, p)[which], pieces, b_tiles.dtype) for which in chosen]
+                if pieces == 1:
+                    for total, which in zip(totals, chosen, strict=True):
                         bm.start_from(total, sums[which], call.interpret)
-                    weights = in_pieces((ds, p)[which], pieces, b_tiles.dtype)
+                for total, of_one, which in zip(totals, weights, chosen, strict=True):
                     for i, j in PAIRS[pieces]:
-                        bm.multiply(total, operand(weights[i], which), b(at, which, j))
+                        bm.multiply(total, operand(of_one[i], which), b(at, which, j))
                 if pieces == 1:
                     return [
                         bm.read_from(t, sums[which], call.interpret) for t, which in zip(totals, chosen, strict=True)
