@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from bench import attention, cli, device, gemm, kda, kda_step
+from bench import adapters, attention, cli, device, gemm, kda, kda_step
 from bench.spec import Arm, Case, UsageError
 
 Jobs = list[tuple[Case, list[Arm]]]
@@ -53,12 +53,18 @@ def _attention_jobs(presets: Sequence[str] | None) -> Jobs:
     return attention.jobs(wanted, flags.FLAGS.impl or impl)
 
 
+def _adapter_jobs(presets: Sequence[str] | None) -> Jobs:
+    wanted = adapters.cases(presets or ["sweep" if device.has_gpu() else "cpu"])
+    return adapters.jobs(wanted, flags.FLAGS.impl)
+
+
 # Result file (without .json) -> its jobs. Families come in this order.
 FAMILIES: dict[str, Callable[[Sequence[str] | None], Jobs]] = {
     "kda": _kda_jobs("kda"),
     "gdn2": _kda_jobs("gdn2"),
     "gemm": _gemm_jobs,
     "attention": _attention_jobs,
+    "adapters": _adapter_jobs,
     "kda_step": lambda presets: kda_step.jobs(presets, flags.FLAGS.impl or None),
 }
 MODES = {"kda_step": ("decode",)}  # of families that have their own

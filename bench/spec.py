@@ -179,6 +179,11 @@ OPERATORS: dict[str, str] = {
     "kda_step": "bench.kda_step:KDAStep",
     "gemm": "bench.gemm:GEMM",
     "attention": "bench.attention:Attention",
+    **{
+        f"{family}_{form}": f"bench.adapters:{family}_{form}"
+        for family in ("lora", "loha", "lokr", "oft")
+        for form in ("rebuild", "bypass")
+    },
     "toy": "bench.toy:Toy",
 }
 
