@@ -46,7 +46,7 @@ def launch(
 
     `program()`, `block()` and `warpgroup()` say which one runs. Every element of the output must be written.
     """
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=output,
         scratch_types=dict(scratch),
@@ -63,7 +63,9 @@ def launch(
         ),
         kernel_name=name,
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(*inputs)
+    )
+    with jax.enable_x64(False):  # under it a kernel's own numbers would be 64-bit ones
+        return kernel(*inputs)
 
 
 def program() -> jax.Array:

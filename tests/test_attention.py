@@ -210,6 +210,17 @@ class HopperTest(parameterized.TestCase):
         got = value_and_grads(changed, do, "pallas_mosaic")
         helpers.assert_same_bits({"o": got["o"][:, :1000]}, {"o": first["o"][:, :1000]})
 
+    def test_is_traced_under_x64_as_without(self):
+        arrays, do = problem(64, D=64, dtype="bfloat16")
+        plain = value_and_grads(arrays, do, "pallas_mosaic") if helpers.on_gpu() else {}
+        with jax.enable_x64(True):
+            if helpers.on_gpu():
+                helpers.assert_same_bits(value_and_grads(arrays, do, "pallas_mosaic"), plain)
+            else:  # the interpreter itself mixes 32 and 64-bit indices there
+                run = functools.partial(value_and_grads, do=do, implementation="pallas_mosaic")
+                o = jax.eval_shape(run, arrays)["o"]
+                self.assertEqual((o.shape, o.dtype), (arrays["q"].shape, jnp.bfloat16))
+
     @parameterized.named_parameters(
         ("odd", {"T": 20}, "copy tiles of 8 tokens, into which Tq=20 and Tk=20 cannot be cut"),
         ("dim", {"D": 32}, "this is 'fp32' with 32"),
