@@ -30,6 +30,7 @@ CONSUMER_SHARED = 101376
 UNPROVEN = {
     "raw": "kernels that take raw gates, beta, queries or keys",
     "packed": "kernels that take packed sequences",
+    "hopper_fp32": "the serial Hopper kernels with float32-accurate products",
     "attention": "the attention kernels",
     "attention_hopper": "the attention kernels for Hopper",
 }

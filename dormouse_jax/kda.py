@@ -352,6 +352,8 @@ def _kernel_config(
     try:
         require_hopper(device, interpret, asked)
         serial_refusal = kernels.hopper_refusal(**of_serial)
+        if config.serial == "mosaic" and sizes["precision"] == "fp32":
+            require_proven("hopper_fp32", interpret)
         if asked == "pallas_mosaic" and serial_refusal is not None:
             raise NotImplementedError(serial_refusal)
     except NotImplementedError as reason:

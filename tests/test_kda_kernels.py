@@ -217,6 +217,21 @@ class ConfigurationTest(parameterized.TestCase):
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
     @parameterized.named_parameters(
+        (f"{operator}_{K}_{V}_{chunk_size}", operator, K, V, chunk_size)
+        for operator, (K, V), chunk_size in itertools.product(OPERATORS, ((40, 64), (64, 64), (64, 128)), (16, 32))
+        if helpers.on_gpu() or (operator, K, V, chunk_size) == ("kda", 40, 64, 16)
+    )
+    def test_the_serial_kernels_for_hopper_in_float32(self, operator, K, V, chunk_size):
+        # Five chunks, more than are in shared memory at a time, and a last one that is not full.
+        shape = Shape(T=152 if helpers.on_gpu() else 72, K=K, V=V, H=1, HV=2 if helpers.on_gpu() else 1)
+        self.assertIsNone(kernels.hopper_refusal(K=K, V=V, T=shape.T, precision="fp32"))
+        config = dataclasses.replace(config_for("fp32", shape, chunk_size), serial="mosaic")
+        p = helpers.problem(operator, shape)
+        for save in (False, True) if helpers.on_gpu() else (False,):
+            with self.subTest(save=save):
+                helpers.assert_all_close(value_and_grads(p, "fp32", config, save=save), helpers.oracle(p))
+
+    @parameterized.named_parameters(
         (f"{K}_{V}_{chunk_size}", K, V, chunk_size)
         for K, V, chunk_size in itertools.product((64, 128), (64, 128, 256), (16, 32))
         if helpers.on_gpu() or (K, V, chunk_size) == (64, 64, 32)

@@ -150,10 +150,14 @@ def hopper_refusal(*, K: int, V: int, T: int, precision: str, packed: bool = Fal
     """Why the serial kernels for Hopper cannot serve a call there, or None where they can."""
     if packed:
         return "the serial Hopper kernels take no packed sequences"
-    if precision != "16bit":
-        return f"the serial Hopper kernels multiply 16-bit operands, and precision is {precision!r}"
-    if not 32 < K <= 128 or V not in (64, 128, 256):
-        return f"the serial Hopper kernels take K from 33 to 128 and V of 64, 128 or 256, got K={K} and V={V}"
+    if precision == "tf32":
+        return "the serial Hopper kernels have no products in one TF32 pass"
+    largest = 128 if precision == "16bit" else 64
+    if not 32 < K <= largest or V not in (64, 128, 256):
+        return (
+            f"the serial Hopper kernels take K from 33 to {largest} under {precision!r} and V of 64, 128 or 256, "
+            f"got K={K} and V={V}"
+        )
     if T % 8:
         return f"the serial Hopper kernels copy tiles of 8 tokens, into which T={T} cannot be cut"
     return None

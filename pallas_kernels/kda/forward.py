@@ -102,9 +102,12 @@ def of_used_chunks(axis: int):
 @of_used_chunks(axis=0)
 def kda_prepare(
     x: Inputs, packing: Packing | None, *refs,
-    sizes: Sizes, raw: Raw, scale: float, precision: str, matrices: bool, always_exact: bool, interpret: bool,
+    sizes: Sizes, raw: Raw, scale: float, precision: str, matrices: bool, split: bool, always_exact: bool,
+    interpret: bool,
 ):  # fmt: skip
     """All state-free tiles of one chunk of one value head. Grid (NT, B * HV).
+
+    split: whether W, Qhat, Ktil and P are kept as three bfloat16 pieces, one below the other.
 
     refs: P, M and, of raw queries and keys, norms, inputs unless `matrices` says that they are to be formed; the other
     results, W, Qhat, Ktil, Y, decay; G and A for tests; and, where M is formed and kept in 16 bit, room for A and M in
@@ -124,6 +127,16 @@ def kda_prepare(
 
     def local(r):
         return (r * BLOCK, BLOCK, None)
+
+    def put(ref, rows, cols, value):
+        first, size, _ = rows
+        for i, piece in enumerate(bt.pieces(value) if split else [value]):
+            bt.store_tile(ref, (first + i * sizes.C, size, None), cols, piece)
+
+    def get(ref, rows, cols):
+        first, size, _ = rows
+        parts = [bt.load_tile(ref, (first + i * sizes.C, size, None), cols) for i in range(3 if split else 1)]
+        return functools.reduce(jnp.add, (x.astype(f32) for x in parts)) if split else parts[0]
 
     tokens = Tokens(x, norm_ref, sizes, raw, start, limit, kc, precision, interpret)
     if raw.l2norm and matrices:
@@ -151,20 +164,20 @@ def kda_prepare(
             A = dot_diagonal(E.astype(diagonal), keys, (1, 1))
             P = dot_diagonal(Q.astype(diagonal), keys, (1, 1))
             bt.store_tile(a_ref, local(a), local(a), jnp.where(row > col, A, 0.0))
-            bt.store_tile(p_ref, local(a), local(a), jnp.where(row >= col, P, 0.0))
+            put(p_ref, local(a), local(a), jnp.where(row >= col, P, 0.0))
             Eo, Qo = E.astype(op), Q.astype(op)
             for b in range(a):
                 earlier = running[b].astype(op)
                 bt.store_tile(a_ref, local(a), local(b), dot(Eo, earlier, (1, 1)))
-                bt.store_tile(p_ref, local(a), local(b), dot(Qo, earlier, (1, 1)))
+                put(p_ref, local(a), local(b), dot(Qo, earlier, (1, 1)))
                 bt.store_tile(a_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
-                bt.store_tile(p_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
-        bt.store_tile(qhat_ref, local(a), all_k, Q * base)
-        bt.store_tile(w_ref, local(a), all_k, E * base)  # Ehat for now.
+                put(p_ref, local(b), local(a), jnp.zeros((BLOCK, BLOCK), f32))
+        put(qhat_ref, local(a), all_k, Q * base)
+        put(w_ref, local(a), all_k, E * base)  # Ehat for now.
         running = [x * d.whole for x in running] + [k * d.down]
         base *= d.whole
     for b in range(sizes.blocks):
-        bt.store_tile(ktil_ref, local(b), all_k, running[b])
+        put(ktil_ref, local(b), all_k, running[b])
     # Every row of base holds exp(G_C): their maximum is it, without a sum of rows that would round.
     bt.store_tile(decay_ref, (0, 1, None), all_k, jnp.max(base, axis=0)[None, :])
 
@@ -176,7 +189,7 @@ def kda_prepare(
         A, P = exact_products((e, q), k, g, interpret)
         A, P = jnp.where(row > col, A, 0.0), jnp.where(row >= col, P, 0.0)
         bt.store_tile(a_ref, rows_a, rows_a, jnp.where(slow, A, bt.load_tile(a_ref, rows_a, rows_a)))
-        bt.store_tile(p_ref, rows_a, rows_a, jnp.where(slow, P, bt.load_tile(p_ref, rows_a, rows_a).astype(f32)))
+        put(p_ref, rows_a, rows_a, jnp.where(slow, P, get(p_ref, rows_a, rows_a).astype(f32)))
         return carry
 
     bt.barrier(interpret)
@@ -198,9 +211,9 @@ def kda_prepare(
     M = bt.load_tile(a_ref, all_c, all_c).astype(op)
     if a_ref is not m_ref:
         bt.store_tile(m_ref, all_c, all_c, M)
-    W = dot(M, bt.load_tile(w_ref, all_c, all_k))
+    W = dot(M, get(w_ref, all_c, all_k))
     bt.barrier(interpret)
-    bt.store_tile(w_ref, all_c, all_k, W)
+    put(w_ref, all_c, all_k, W)
     rows, slab = tokens.rows(0, sizes.C), min(sizes.bv, V_SLAB)
     for first in range(0, sizes.bv, slab):
         vc = sizes.v_cols(first, slab)
@@ -338,10 +351,14 @@ def prepare(
     op = operand_dtype(q.dtype, precision)
     C, bk, bv = sizes.C, sizes.bk, sizes.bv
     inputs: list = [Inputs(q, k, v, g, erase, write, A_log, dt_bias, starts).launched(sizes), launched(packing)]
-    results: list[tuple[tuple[int, ...], Any]] = [((C, bk), op)] * 3 + [((bv, C), op), ((1, bk), jnp.float32)]
+    # Of the Hopper kernels with float32-accurate products: none else reads W, Qhat, Ktil and P.
+    split = config.serial == "mosaic" and precision == "fp32" and not debug
+    kept, rows = (jnp.dtype(jnp.bfloat16), 3 * C) if split else (op, C)
+    results: list[tuple[tuple[int, ...], Any]] = [((rows, bk), kept)] * 3 + [((bv, C), op), ((1, bk), jnp.float32)]
     if matrices is None:
         norms = [((C, 2), jnp.float32)] if raw.l2norm else []
-        results = [((C, C), jnp.float32 if debug else op)] * 2 + norms + results
+        kinds = [((C, C), jnp.float32)] * 2 if debug else [((rows, C), kept), ((C, C), op)]
+        results = kinds + norms + results
     else:
         inputs += [(x, sizes.chunk(*x.shape[2:])[1]) for x in matrices if x is not None]
     if debug:
@@ -367,6 +384,7 @@ def prepare(
             scale=scale,
             precision=precision,
             matrices=matrices is None,
+            split=split,
             always_exact=config.always_exact,
         )
     )

@@ -4,6 +4,9 @@ with 64 rows of S^T (or dS^T), [64, bk], in the registers of one warpgroup.
 The value dimension gives the rows of every product, so that neither the state nor U passes through shared memory: the
 accumulator of one product is, rounded, the left operand of the next. A second warpgroup does nothing but start the
 copies of chunks to come.
+
+Float32-accurate products are six of bfloat16 pieces: `kda_prepare` keeps its tiles in three, one below the other, and
+the state is cut into three here.
 """
 
 from __future__ import annotations
@@ -60,11 +63,11 @@ def _walk(
     def chunk(s):
         return sizes.nt - 1 - s if backwards else s
 
-    def operand(value):
+    def operand(value, piece=0):
         """A left operand: the registers themselves, which interpret mode takes from memory alone."""
         if not interpret:
             return value
-        ref = scratch[f"left_{value.shape[1]}"]
+        ref = scratch[f"left_{value.shape[1]}"].at[piece]
         ref[...] = value
         return ref
 
@@ -167,12 +170,84 @@ def _backward_step(tile, write, operand, dS, *, op, interpret: bool):
     return bm.accumulators(products, (ROWS, tile["Ktil"].shape[0]), dS.shape)
 
 
+# Of pieces of two operands, those whose products count, the smallest first.
+_PAIRS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
+
+
+def _pieces(value: jax.Array, operand: Callable) -> list[Any]:
+    """Left operands that add up to a float32 value exactly. Bits are cut off as those of an integer: a conversion there
+    and back would take a slow instruction for every number."""
+    found = []
+    for i in range(3):
+        if i < 2:
+            bits = lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(-1 << 16)
+            piece = lax.bitcast_convert_type(bits, jnp.float32)
+        else:
+            piece = value
+        found.append(operand(piece.astype(jnp.bfloat16), i))
+        value = value - piece
+    return found
+
+
+def _multiply_pieces(total: Any, left: list[Any], tile: Any, rows: int, *, transposed: bool) -> int:
+    """Starts total += left tile, or tile^T; returns how many products that are."""
+    for i, j in _PAIRS:
+        right = tile.at[pl.ds(j * rows, rows)]
+        bm.multiply(total, left[i], bm.transpose(right) if transposed else right)
+    return len(_PAIRS)
+
+
+def _exact_forward_step(tile, write, operand, S, *, op, with_output: bool, save: bool, interpret: bool):
+    C = tile["Y"].shape[1]
+    multiply = functools.partial(_multiply_pieces, rows=C)
+    # The tensor cores cut sums off: what a chunk adds to the state is summed apart, and added in float32.
+    decayed = S * bm.load_row(tile["decay"], S.shape)
+    left = _pieces(S, operand)
+
+    def products(u, o, s):
+        multiply(u, left, tile["W"], transposed=True)
+        running = multiply(o, left, tile["Qhat"], transposed=True) if with_output else 0
+        if save:
+            write("S", S)
+        U = bm.load(tile["Y"]) - bm.read(u, running=running)
+        right = _pieces(U, operand)
+        multiply(s, right, tile["Ktil"], transposed=False)
+        running = multiply(o, right, tile["P"], transposed=True) if with_output else 0
+        if save:
+            write("U", U, transposed=True)
+        added = bm.settled(bm.read(s, running=running))
+        if with_output:
+            write("o", bm.read(o), transposed=True)
+        return decayed + added
+
+    return bm.accumulators(products, (ROWS, C), (ROWS, C), S.shape)
+
+
+def _exact_backward_step(tile, write, operand, dS, *, op, interpret: bool):
+    C = tile["do"].shape[0]
+    multiply = functools.partial(_multiply_pieces, rows=C)
+    decayed = dS * bm.load_row(tile["decay"], dS.shape)
+    left, do = _pieces(dS, operand), _pieces(bm.load_transposed(tile["do"]), lambda x, i: operand(x, 3 + i))
+
+    def products(u, s):
+        multiply(u, do, tile["P"], transposed=False)
+        multiply(u, left, tile["Ktil"], transposed=True)
+        running = multiply(s, do, tile["Qhat"], transposed=False)
+        write("dS", dS)
+        dU = bm.read(u, running=running)
+        multiply(s, _pieces(-dU, operand), tile["W"], transposed=False)
+        write("dU", dU, transposed=True)
+        return decayed + bm.settled(bm.read(s))
+
+    return bm.accumulators(products, (ROWS, C), dS.shape)
+
+
 def _launch(
     name: str, sizes: Sizes, inputs: list, reads: dict[str, _Read], writes: dict[str, tuple[str, Any]], step: Callable,
-    *, stages: int, start: jax.Array | None, final: bool, backwards: bool, interpret: bool,
+    *, op: Any, stages: int, start: jax.Array | None, final: bool, backwards: bool, interpret: bool,
 ):  # fmt: skip
-    """writes: name -> (where, the array's shape and dtype). Returns the final state's transpose, if final, and them."""
-    op = inputs[1].dtype
+    """op: the dtype of what the kernel writes for each chunk. writes: name -> (where, the array's shape and dtype).
+    Returns the final state's transpose, if final, and them."""
     if start is not None:
         state = start.astype(jnp.float32).reshape(-1, sizes.K, sizes.V).swapaxes(1, 2)
         inputs = [*inputs, jnp.pad(state, ((0, 0), (0, sizes.bv - sizes.V), (0, sizes.bk - sizes.K)))]
@@ -182,9 +257,10 @@ def _launch(
         scratch[key] = bm.tiles(shape, dtype, x.row_bytes) if x.row_bytes else bm.rows(shape, dtype)
     for key, (where, _) in writes.items():
         tile = (ROWS, sizes.bk) if where == "rows" else (sizes.C, ROWS)
-        scratch[f"out_{key}"] = bm.tiles((BUFFERS, *tile), op)
+        scratch[f"out_{key}"] = (bm.rows if op == jnp.float32 else bm.tiles)((BUFFERS, *tile), op)
     if interpret:
-        scratch |= {f"left_{n}": bm.rows((ROWS, n), op) for n in (sizes.bk, sizes.C)}
+        operands = jnp.bfloat16 if op == jnp.float32 else op
+        scratch |= {f"left_{n}": bm.rows((6, ROWS, n), operands) for n in (sizes.bk, sizes.C)}
     outputs = [jax.ShapeDtypeStruct((sizes.B * sizes.HV, sizes.bv, sizes.bk), jnp.float32)] if final else []
     body = functools.partial(
         _walk,
@@ -217,34 +293,37 @@ def _launch(
     return state, list(found[len(outputs) :])
 
 
-def _common(sizes: Sizes) -> dict[str, Any]:
-    """Shapes of the tiles, and arrays that the serial kernels write."""
+def _common(sizes: Sizes, prepared: Any) -> dict[str, Any]:
+    """Shapes of the tiles, and arrays that the serial kernels write. "op" is the dtype of these, "rows" those of a tile
+    in pieces."""
     heads, C, bk, bv = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv
-    return {"within": 2 * C, "wide": min(128, 2 * bk), "S": (heads, sizes.nt, bv, bk), "U": (heads, sizes.nt, C, bv)}
+    found = {"within": 2 * C, "wide": min(128, 2 * bk), "S": (heads, sizes.nt, bv, bk), "U": (heads, sizes.nt, C, bv)}
+    return found | {"op": prepared.Y.dtype, "rows": prepared.W.shape[2]}
 
 
 def run_states(prepared, initial_state, q, v, erase, *, config: KdaConfig, interpret, save, with_output=True):
     """Runs `kda_state`. Arguments and results as in `forward.run_states`, S and U as a tuple."""
     sizes = Sizes.of(q, v, erase, config)
-    x, op = _common(sizes), prepared.W.dtype
-    C, bk = sizes.C, sizes.bk
-    within, wide = x["within"], x["wide"]
+    x = _common(sizes, prepared)
+    C, bk, op, rows = sizes.C, sizes.bk, x["op"], x["rows"]
+    within, wide, exact = x["within"], x["wide"], op == jnp.float32
     reads = {
-        "W": _Read(0, (C, bk), wide),
-        "Y": _Read(1, (ROWS, C), within, "rows"),
-        "Ktil": _Read(2, (C, bk), within),
+        "W": _Read(0, (rows, bk), wide),
+        "Y": _Read(1, (ROWS, C), 0 if exact else within, "rows"),
+        "Ktil": _Read(2, (rows, bk), within),
         "decay": _Read(3, (bk,)),
     }
     inputs = [prepared.W, prepared.Y, prepared.Ktil, prepared.decay]
     writes: dict[str, tuple[str, Any]] = {}
     if with_output:
-        reads |= {"Qhat": _Read(4, (C, bk), wide), "P": _Read(5, (C, C), within)}
+        reads |= {"Qhat": _Read(4, (rows, bk), wide), "P": _Read(5, (rows, C), within)}
         inputs += [prepared.Qhat, prepared.P]
         writes["o"] = ("tokens", jax.ShapeDtypeStruct(v.shape, q.dtype))
     if save:
         writes |= {"S": ("rows", jax.ShapeDtypeStruct(x["S"], op)), "U": ("columns", jax.ShapeDtypeStruct(x["U"], op))}
+    step = functools.partial(_exact_forward_step if exact else _forward_step, with_output=with_output, save=save)
     final, found = _launch(
-        "kda_state", sizes, inputs, reads, writes, functools.partial(_forward_step, with_output=with_output, save=save),
+        "kda_state", sizes, inputs, reads, writes, step, op=op,
         stages=config.hopper_stages, start=initial_state, final=with_output, backwards=False, interpret=interpret,
     )  # fmt: skip
     return found[0] if with_output else None, final, tuple(found[-2:]) if save else None
@@ -255,21 +334,21 @@ def run_states_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Runs `kda_state_bwd`. Arguments and results as in `backward.run_states_bwd`."""
     sizes = Sizes.of(q, v, erase, config)
-    x, op = _common(sizes), prepared.W.dtype
-    C, bk = sizes.C, sizes.bk
-    within, wide = x["within"], x["wide"]
+    x = _common(sizes, prepared)
+    C, bk, op, rows = sizes.C, sizes.bk, x["op"], x["rows"]
+    within, wide, exact = x["within"], x["wide"], op == jnp.float32
     reads = {
-        "do": _Read(0, (C, ROWS), within, "tokens"),
-        "W": _Read(1, (C, bk), within),
-        "Qhat": _Read(2, (C, bk), within),
-        "Ktil": _Read(3, (C, bk), wide),
-        "P": _Read(4, (C, C), within),
+        "do": _Read(0, (C, ROWS), 0 if exact else within, "tokens"),
+        "W": _Read(1, (rows, bk), within),
+        "Qhat": _Read(2, (rows, bk), within),
+        "Ktil": _Read(3, (rows, bk), wide),
+        "P": _Read(4, (rows, C), within),
         "decay": _Read(5, (bk,)),
     }
     writes = {"dS": ("rows", jax.ShapeDtypeStruct(x["S"], op)), "dU": ("columns", jax.ShapeDtypeStruct(x["U"], op))}
     inputs = [do, prepared.W, prepared.Qhat, prepared.Ktil, prepared.P, prepared.decay]
     dinitial, found = _launch(
-        "kda_state_bwd", sizes, inputs, reads, writes, _backward_step,
+        "kda_state_bwd", sizes, inputs, reads, writes, _exact_backward_step if exact else _backward_step, op=op,
         stages=config.hopper_stages, start=dfinal_state, final=has_initial, backwards=True, interpret=interpret,
     )  # fmt: skip
     return found[0], found[1], dinitial
