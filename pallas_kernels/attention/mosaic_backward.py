@@ -154,10 +154,10 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, numbers, a_full, full, empty, ca
                 for which, total in enumerate((s, dp)):
                     for i, j in PAIRS[pieces]:
                         bm.multiply(total, a(which, i), bm.transpose(b(at, which, j)))
-                return bm.read(s), bm.read(dp)
+                s = bm.settled(bm.read(s, running=len(PAIRS[pieces])))  # the other product runs on
+                return jnp.exp2(s * (call.scale * LOG2_E) - number(at, 0)), bm.read(dp)
 
-            s, dp = bm.accumulators(scores, (ROWS, width), (ROWS, width))
-            p = jnp.exp2(s * (call.scale * LOG2_E) - number(at, 0))
+            p, dp = bm.accumulators(scores, (ROWS, width), (ROWS, width))
             ds = p * (dp - number(at, 1))
             if masked:
                 i, j = bm.indices((ROWS, width))
