@@ -36,7 +36,7 @@ class Case:
     """One call: the operator, its result and, with `backward`, the gradients of all arrays.
 
     Attributes:
-      operator: name in `dormouse_jax`.
+      operator: name in `dormouse_jax`, with dots.
       title: what sets it apart from the card's other cases.
       dtype: of the main inputs.
       arrays: name -> (shape, dtype).
@@ -56,7 +56,7 @@ class Case:
 
 def cases(card: Card) -> list[Case]:
     """The calls for a card, the same in every process."""
-    found = [*_delta_rule(card), *_steps(), *_gemm(card), *_attention(card)]
+    found = [*_delta_rule(card), *_steps(), *_gemm(card), *_attention(card), *_adapters()]
     titles = [case.title for case in found]
     repeated = {title for title in titles if titles.count(title) > 1}
     if repeated:
@@ -273,3 +273,41 @@ def _attention_case(
         arrays["cu_seqlens"] = (5,), "int32"
     title = " ".join(word for word in ("attention", what, dtype, precision, f"D={D}") if word)
     return Case("attention", title, dtype, arrays, options | {"precision": precision}, fast=fast)
+
+
+# adapters
+
+
+def _adapters() -> Iterator[Case]:
+    for dtype, precision in PRECISIONS:
+        for O, I, what in ((4096, 4096, ""), (1003, 515, "odd")):
+            common: dict[str, Any] = {"dtype": dtype, "precision": precision, "what": what}
+            for rank in (16, 128) if not what else (20,):
+                pair = {"A": (rank, I), "B": (O, rank)}
+                pairs = {f"{name}{i}": shape for name, shape in pair.items() for i in (1, 2)}
+                fast = dtype == "bfloat16" and rank == 16
+                for family, shapes in (("lora", pair), ("loha", pairs)):
+                    arrays = shapes | {"base": (O, I)}
+                    yield _adapter_case(family, f"r={rank}", arrays, fast=fast, alpha=1.0, **common)
+        if precision != "tf32":  # there are no matrix products
+            for a, b, c, d in ((64, 64, 64, 64), (5, 3, 34, 29)):
+                arrays = {"W1": (a, b), "W2": (c, d), "base": (a * c, b * d)}
+                title, fast = f"W1=[{a}, {b}]", dtype == "bfloat16"
+                yield _adapter_case("lokr", title, arrays, dtype=dtype, precision=precision, fast=fast, scale=1.0)
+
+
+def _adapter_case(
+    family: str,
+    sizes: str,
+    shapes: dict[str, tuple[int, int]],
+    *,
+    dtype: str,
+    precision: str,
+    what: str = "",
+    fast: bool = False,
+    **options: Any,
+) -> Case:
+    title = " ".join(word for word in (f"{family}.rebuild", what, dtype, precision, sizes) if word)
+    arrays: dict[str, Any] = {name: (shape, dtype) for name, shape in shapes.items()}
+    options |= {"precision": precision, "implementation": "pallas_triton"}
+    return Case(f"adapters.{family}.rebuild", title, dtype, arrays, options, fast=fast)

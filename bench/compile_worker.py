@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -73,7 +74,7 @@ def _launched(case: Case, target: Target) -> tuple[dict[str, tuple[str, Any]], s
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in case.arrays.items()}
 
     def call(arrays):
-        return getattr(dormouse_jax, case.operator)(**arrays, **case.options)
+        return attrgetter(case.operator)(dormouse_jax)(**arrays, **case.options)
 
     def both(arrays):
         results, gradients = jax.vjp(call, arrays)

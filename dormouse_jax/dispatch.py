@@ -32,6 +32,7 @@ UNPROVEN = {
     "packed": "kernels that take packed sequences",
     "hopper_fp32": "the serial Hopper kernels with float32-accurate products",
     "attention": "the attention kernels",
+    "adapters": "the adapter kernels",
     "attention_hopper": "the attention kernels for Hopper",
 }
 

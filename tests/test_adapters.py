@@ -1,6 +1,8 @@
 """The adapters against float64, their conventions, their errors, and inside JAX's transformations."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,13 @@ from absl.testing import absltest, parameterized
 
 import dormouse_jax
 import torch_ref.adapters
-from dormouse_jax import adapters
+from dormouse_jax import adapters, dispatch
+from dormouse_jax.adapters import call as call_module
 from dormouse_jax.reference import loha as loha_reference
+from pallas_kernels.adapters import kronecker, low_rank
 from tests import helpers
 from torch_ref.oracle_adapters import adapter_oracle
 
-IMPLEMENTATIONS = ("xla",)
 # Options, and sizes: O and I of the layer, r the rank, [k, n, n] the blocks of OFT, [a, b] of LoKr's W1.
 CASES = {
     "lora.rebuild": {"alpha": 3.0},
@@ -222,6 +225,122 @@ class AccuracyTest(parameterized.TestCase):
     )
     def test_tf32_is_accepted_and_at_least_as_exact_as_that(self, name):
         assert_right(name, *problem(name), precision="tf32", bar=3e-3, **CASES[name])
+
+
+KERNELS = ("lora.rebuild", "loha.rebuild", "lokr.rebuild")
+
+
+def few_programs(number):
+    """A context in which sums over a weight are split into about this many programs, so that each walks further."""
+    stack = contextlib.ExitStack()
+    for module in (low_rank, kronecker):
+        stack.enter_context(mock.patch.object(module, "PROGRAMS", number))
+    jax.clear_caches()  # what was traced before has the programs that it had then
+    return stack
+
+
+class KernelsTest(parameterized.TestCase):
+    """The Pallas kernels against float64: where tiles stick out, and where programs walk along parts."""
+
+    @parameterized.named_parameters(
+        ("lora_float32", "lora.rebuild", "float32", {"O": 35, "I": 130}),
+        ("lora_rank_20_bfloat16", "lora.rebuild", "bfloat16", {"O": 70, "I": 66, "r": 20}),
+        ("loha_float32", "loha.rebuild", "float32", {"O": 35, "I": 130}),
+        ("loha_float16", "loha.rebuild", "float16", {"O": 70, "I": 66}),
+        ("lokr_float32", "lokr.rebuild", "float32", {}),
+        (
+            "lokr_bfloat16_of_large_blocks",
+            "lokr.rebuild",
+            "bfloat16",
+            {"O": 140, "I": 66, "factors": (2, 1)},
+        ),
+        ("lokr_of_products", "lokr.rebuild", "float32", {"low_rank": ("W1", "W2"), "r": 2}),
+        ("lokr_of_wide_blocks", "lokr.rebuild", "float32", {"O": 15, "I": 140, "factors": (5, 2)}),
+    )
+    def test_value_and_gradients(self, name, dtype, sizes):
+        arrays, dout = problem(name, dtype=dtype, **sizes)
+        assert_right(name, arrays, dout, implementation="pallas_triton", **CASES[name])
+
+    @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
+    def test_parts_that_reach_beyond_the_weight(self, name):
+        sizes = {} if name.startswith("lokr") else {"O": 35, "I": 130}
+        with few_programs(4):
+            assert_right(name, *problem(name, **sizes), implementation="pallas_triton", **CASES[name])
+
+    @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
+    def test_without_base_float32_factors_and_vmap(self, name):
+        one, dout = problem(name, base=False)
+        two, dout2 = problem(name, base=False, seed=1)
+
+        def fn(arrays):
+            return jax.vmap(lambda x: call(name, x, implementation="pallas_triton", **CASES[name]))(arrays)
+
+        with helpers.kernels_run("pallas_triton"):
+            out, vjp = jax.vjp(fn, {n: jnp.stack([one[n], two[n]]) for n in one})
+            (grads,) = vjp(jnp.stack([dout, dout2]))
+        wants = [adapter_oracle(name, x, dout=d, **CASES[name]) for x, d in ((one, dout), (two, dout2))]
+        for n, x in ({"out": out} | {f"d{n}": x for n, x in grads.items()}).items():
+            helpers.assert_close(x, np.stack([want[n] for want in wants]), rms=1e-6, name=n)
+
+    def test_float32_factors_of_a_16_bit_base(self):
+        arrays, dout = problem("loha.rebuild", dtype="bfloat16", factor_dtype="float32")
+        assert_right("loha.rebuild", arrays, dout, implementation="pallas_triton", alpha=3.0)
+
+    @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
+    def test_the_same_bits_again(self, name):
+        arrays, dout = problem(name, dtype="bfloat16")
+        options = CASES[name] | {"implementation": "pallas_triton"}
+        first = value_and_grads(name, arrays, dout, **options)
+        for _ in range(5 if helpers.on_gpu() else 1):
+            helpers.assert_same_bits(value_and_grads(name, arrays, dout, **options), first)
+
+    def test_explain_tells_the_kernels_or_why_there_are_none(self):
+        with dormouse_jax.interpret_kernels():
+            for name, kernels in (
+                ("loha.rebuild", ["adapter_low_rank_forward", "adapter_low_rank_dA", "adapter_low_rank_dB"]),
+                ("lokr.rebuild", ["adapter_kronecker_forward", "adapter_kronecker_backward"]),
+            ):
+                arrays, dout = problem(name)
+                fn = jax.grad(lambda x, name=name, dout=dout: jnp.vdot(call(name, x, **CASES[name]), dout))
+                calls = dormouse_jax.explain(fn, arrays)
+                self.assertEqual([k for c in calls for k in c.kernels], kernels)
+                self.assertEqual({c.implementation for c in calls}, {"pallas_triton"})
+            arrays, _ = problem("oft.rebuild")
+            (found,) = dormouse_jax.explain(lambda x: call("oft.rebuild", x, side="output"), arrays)
+        self.assertEqual(found.passed_over, (("pallas_triton", "there are no kernels for oft.rebuild"),))
+
+    @parameterized.named_parameters(
+        ("bypass", "lora.bypass", {}, "there are no kernels for lora.bypass"),
+        ("oft", "oft.rebuild", {}, "there are no kernels for oft.rebuild"),
+        ("dora", "lora.rebuild", {"magnitude": True}, "the kernels of lora.rebuild take no magnitude"),
+        ("rank", "loha.rebuild", {"r": 129}, "the kernels take ranks up to 128, and this is 129"),
+    )
+    def test_what_they_do_not_serve_is_refused_by_name_and_else_computed_by_xla(self, name, sizes, message):
+        arrays, _ = problem(name, **sizes)
+        with helpers.kernels_run("pallas_triton"):
+            with self.assertRaisesRegex(
+                NotImplementedError, f"{name}: implementation='pallas' cannot serve this call: {message}"
+            ):
+                call(name, arrays, implementation="pallas", **CASES[name])
+            got = call(name, arrays, **CASES[name])
+        np.testing.assert_array_equal(got, call(name, arrays, implementation="xla", **CASES[name]))
+
+    def test_a_gpu_takes_none_unasked_before_they_were_proven_there(self):
+        x = call_module.arrays("lokr.rebuild", W1=ones(2, 2), W2=ones(2, 2), base=None)
+        device = dispatch.Device("gpu", "NVIDIA H200", "9.0")
+        with mock.patch.dict(dispatch.UNPROVEN, {"adapters": "the adapter kernels"}):
+            with self.assertWarnsRegex(RuntimeWarning, "lokr.rebuild: taking 'xla', not 'pallas_triton': the adapter"):
+                chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, None)
+            self.assertEqual(chosen, "xla")
+            chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, "pallas")
+            self.assertEqual(chosen, "pallas_triton")
+
+    def test_by_name_without_a_gpu(self):
+        if helpers.on_gpu():
+            self.skipTest("there is a GPU")
+        arrays, _ = problem("lokr.rebuild")
+        with self.assertRaisesRegex(NotImplementedError, "'pallas_triton' cannot serve this call: Pallas"):
+            call("lokr.rebuild", arrays, scale=1.0, implementation="pallas_triton")
 
 
 class ConventionsTest(parameterized.TestCase):

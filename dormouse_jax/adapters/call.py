@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from dormouse_jax import validation as check
-from dormouse_jax.dispatch import device_of
+from dormouse_jax.dispatch import Device, device_of, interpreting, require_proven, require_triton, warn_once
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.reference.products import Products
 
-IMPLEMENTATIONS = ("xla",)
+IMPLEMENTATIONS = ("pallas", "pallas_triton", "xla")
 FLOATS = ("float32", "bfloat16", "float16")
 # Arrays that no product takes, so that they do not choose its precision.
 ELEMENTWISE = ("bias", "magnitude")
@@ -101,16 +101,28 @@ class Plan:
     """A call: everything about it that is not an array."""
 
     operator: str  # "lora.rebuild"
-    implementation: str
+    implementation: str  # "pallas_triton" or "xla"
+    config: Any
     products: Products
     out_dtype: str
     keeps: bool  # whether the backward needs more than the arrays of the call
+    interpret: bool
     options: tuple[tuple[str, Any], ...]  # what the operator is told
+    passed_over: tuple[tuple[str, str], ...]
 
-    def function(self, direction: str) -> Callable[..., Any]:
-        family, form = self.operator.split(".")
-        module = importlib.import_module(f"dormouse_jax.reference.{family}")
-        return functools.partial(getattr(module, form + direction), self.products, **dict(self.options))
+    @property
+    def family(self) -> str:
+        return self.operator.split(".")[0]
+
+    def reference(self, direction: str) -> Callable[..., Any]:
+        module = importlib.import_module(f"dormouse_jax.reference.{self.family}")
+        function = getattr(module, self.operator.split(".")[1] + direction)
+        return functools.partial(function, self.products, **dict(self.options))
+
+    @property
+    def of_kernels(self) -> dict[str, Any]:
+        """What the kernels take in either direction."""
+        return {"scale": dict(self.options)["scale"], "tiles": self.config, "interpret": self.interpret}
 
 
 def call(
@@ -135,11 +147,60 @@ def call(
     if precision not in of_dtype:
         expected = " or ".join(repr(p) for p in of_dtype)
         raise ValueError(f"{operator}: precision must be {expected} for operands of dtype {dtype}, got {precision!r}")
-    device = device_of(*(array for array in x.values() if array is not None))
-    products = Products(precision, dtype, device.platform)
-    out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype).name
-    plan = Plan(operator, "xla", products, out_dtype, keeps, tuple(options.items()))
+    device, interpret = device_of(*(array for array in x.values() if array is not None)), interpreting()
+    chosen, config, passed_over = _choose(operator, dict(x), precision, device, interpret, implementation)
+    plan = Plan(
+        operator=operator,
+        implementation=chosen,
+        config=config,
+        products=Products(precision, dtype, device.platform),
+        out_dtype=jnp.dtype(dtype if out_dtype is None else out_dtype).name,
+        keeps=keeps,
+        interpret=interpret and chosen != "xla",
+        options=tuple(options.items()),
+        passed_over=passed_over,
+    )
     return _with_backward(plan, dict(x))
+
+
+def _choose(
+    operator: str, x: dict[str, Any], precision: str, device: Device, interpret: bool, asked: str | None
+) -> tuple[str, Any, tuple[tuple[str, str], ...]]:
+    """The implementation, the one asked for or else the best that can serve the call; its configuration; and why a
+    better one was passed over."""
+    if asked == "xla":
+        return "xla", None, (("pallas_triton", "implementation='xla' was asked for"),)
+    serves = False
+    try:
+        require_triton(device, interpret)
+        config = _config(operator, x, precision)
+        serves = True
+        if asked is None:
+            require_proven("adapters", interpret)
+        return "pallas_triton", config, ()
+    except NotImplementedError as reason:
+        if asked is not None:
+            raise NotImplementedError(
+                f"{operator}: implementation={asked!r} cannot serve this call: {reason}"
+            ) from reason
+        if serves:  # where there is no kernel nothing is faster
+            warn_once(f"{operator}: taking 'xla', not 'pallas_triton': {reason}")
+        return "xla", None, (("pallas_triton", str(reason)),)
+
+
+def _config(operator: str, x: dict[str, Any], precision: str) -> Any:
+    """The configuration of the kernels, or a NotImplementedError that says why they cannot serve the call."""
+    try:
+        return _kernels().choose(operator, x, precision)
+    except (ImportError, ValueError) as reason:
+        raise NotImplementedError(str(reason)) from reason
+
+
+def _kernels() -> Any:
+    # Imported where it is used: Pallas takes a while to import, and its Triton backend is on its way out of JAX.
+    from dormouse_jax.adapters import kernels
+
+    return kernels
 
 
 @functools.lru_cache(maxsize=4096)
@@ -150,7 +211,15 @@ def _jitted(function: Callable[..., Any], plan: Plan, direction: str) -> Callabl
         return function(plan, *arrays)
 
     run.__name__ = run.__qualname__ = record(
-        OperatorCall(plan.operator, direction, plan.implementation, plan.products.precision)
+        OperatorCall(
+            operator=plan.operator,
+            direction=direction,
+            implementation=plan.implementation,
+            precision=plan.products.precision,
+            interpret=plan.interpret,
+            config=plan.config,
+            passed_over=plan.passed_over,
+        )
     )
     return jax.jit(run)
 
@@ -159,11 +228,13 @@ def _jitted(function: Callable[..., Any], plan: Plan, direction: str) -> Callabl
 
 
 def _forward(plan, x):
-    return plan.function("")(x)[0].astype(plan.out_dtype)
+    if plan.implementation == "pallas_triton":
+        return _kernels().rebuild(plan.family, plan.products, x, out_dtype=plan.out_dtype, **plan.of_kernels)
+    return plan.reference("")(x)[0].astype(plan.out_dtype)
 
 
 def _forward_with_residuals(plan, x):
-    out, kept = plan.function("")(x)
+    out, kept = plan.reference("")(x)
     return out.astype(plan.out_dtype), kept
 
 
@@ -171,7 +242,10 @@ def _forward_with_residuals(plan, x):
 
 
 def _backward(plan, x, kept, dout):
-    grads = plan.function("_backward")(x, kept, dout)
+    if plan.implementation == "pallas_triton":
+        grads = _kernels().rebuild_backward(plan.family, plan.products, x, dout, **plan.of_kernels)
+    else:
+        grads = plan.reference("_backward")(x, kept, dout)
     return {name: None if array is None else grads[name].astype(array.dtype) for name, array in x.items()}
 
 

@@ -35,7 +35,7 @@ def rebuild(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "xla", plain JAX, which None takes too.
+      implementation: "xla", plain JAX, which None takes too. There are no kernels, as "pallas" and "pallas_triton" say.
 
     Returns:
       `[O, I]` in base's dtype. Differentiable in P and base; gradients have their dtypes. R is computed in float32, and
@@ -44,6 +44,7 @@ def rebuild(
     Raises:
       ValueError: a shape, or the value of an option, is not one of the above.
       TypeError: a dtype, or the type of an argument, is not one of the above; float16 meets bfloat16.
+      NotImplementedError: the named implementation cannot serve the call.
 
     From Qiu et al., "Controlling Text-to-Image Diffusion by Orthogonal Finetuning", 2023 (arXiv:2306.07280).
     """
@@ -93,7 +94,7 @@ def bypass(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "xla", plain JAX, which None takes too.
+      implementation: "xla", plain JAX, which None takes too. There are no kernels, as "pallas" and "pallas_triton" say.
 
     Returns:
       `[..., O]` in x's dtype; without base x's shape. Differentiable in every array; gradients have its dtype. For the
@@ -102,6 +103,7 @@ def bypass(
     Raises:
       ValueError: a shape, or the value of an option, is not one of the above.
       TypeError: a dtype, or the type of an argument, is not one of the above; float16 meets bfloat16.
+      NotImplementedError: the named implementation cannot serve the call.
     """
     operator = "oft.bypass"
     arrays = call.arrays(operator, x=x, P=P, base=base, bias=bias)

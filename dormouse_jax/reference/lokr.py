@@ -17,13 +17,14 @@ from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products
 
 
-def _factor(product: Products, x, name: str) -> jax.Array:
+def factor(product: Products, x, name: str) -> jax.Array:
+    """W1 or W2 in float32."""
     if x.get(name) is not None:
         return f32(x[name])
     return product("ar,rb->ab", x[name + "a"], x[name + "b"])
 
 
-def _backward_of_factors(product: Products, x, **dW: jax.Array):
+def backward_of_factors(product: Products, x, **dW: jax.Array):
     """Gradients of the factors' arrays from those of W1 and W2."""
     grads = dict(dW)
     for name, d in dW.items():
@@ -34,19 +35,19 @@ def _backward_of_factors(product: Products, x, **dW: jax.Array):
 
 
 def rebuild(product: Products, x, *, scale: float):
-    W1, W2 = _factor(product, x, "W1"), _factor(product, x, "W2")
+    W1, W2 = factor(product, x, "W1"), factor(product, x, "W2")
     (a, b), (c, d) = W1.shape, W2.shape
     update = (scale * W1)[:, None, :, None] * W2[None, :, None, :]
     return layer.plus(update.reshape(a * c, b * d), x["base"]), None
 
 
 def rebuild_backward(product: Products, x, kept, dout, *, scale: float):
-    W1, W2, G = _factor(product, x, "W1"), _factor(product, x, "W2"), f32(dout)
+    W1, W2, G = factor(product, x, "W1"), factor(product, x, "W2"), f32(dout)
     blocks = scale * G.reshape(W1.shape[0], W2.shape[0], W1.shape[1], W2.shape[1])
     # Sums of products, not matrix products: those would want the blocks transposed in memory.
     dW1 = jnp.sum(blocks * W2[None, :, None, :], axis=(1, 3))
     dW2 = jnp.sum(blocks * W1[:, None, :, None], axis=(0, 2))
-    return _backward_of_factors(product, x, W1=dW1, W2=dW2) | {"base": G}
+    return backward_of_factors(product, x, W1=dW1, W2=dW2) | {"base": G}
 
 
 def _first_second(W1: jax.Array, W2: jax.Array) -> bool:
@@ -56,7 +57,7 @@ def _first_second(W1: jax.Array, W2: jax.Array) -> bool:
 
 
 def bypass(product: Products, x, *, scale: float):
-    W1, W2 = _factor(product, x, "W1"), _factor(product, x, "W2")
+    W1, W2 = factor(product, x, "W1"), factor(product, x, "W2")
     T = x["x"].shape[0]
     X = x["x"].reshape(T, W1.shape[1], W2.shape[1])
     if _first_second(W1, W2):
@@ -67,7 +68,7 @@ def bypass(product: Products, x, *, scale: float):
 
 
 def bypass_backward(product: Products, x, kept, dout, *, scale: float):
-    W1, W2 = _factor(product, x, "W1"), _factor(product, x, "W2")
+    W1, W2 = factor(product, x, "W1"), factor(product, x, "W2")
     T = x["x"].shape[0]
     X = x["x"].reshape(T, W1.shape[1], W2.shape[1])
     G = dout.reshape(T, W1.shape[0], W2.shape[0])
@@ -77,6 +78,6 @@ def bypass_backward(product: Products, x, kept, dout, *, scale: float):
     else:
         Z, H = product("ab,tbd->tad", W1, X), product("tac,cd->tad", G, W2)
         dX, dW1, dW2 = product("ab,tad->tbd", W1, H), product("tad,tbd->ab", H, X), product("tac,tad->cd", G, Z)
-    grads = _backward_of_factors(product, x, W1=scale * dW1, W2=scale * dW2)
+    grads = backward_of_factors(product, x, W1=scale * dW1, W2=scale * dW2)
     grads["bias"] = jnp.sum(f32(dout), axis=0)
     return grads | layer.backward(product, x, scale * dX.reshape(x["x"].shape), dout)

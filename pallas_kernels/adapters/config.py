@@ -1,0 +1,82 @@
+"""Configurations of the adapter kernels: what can be chosen, and what is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from pallas_kernels.backend_triton import MIN_CONTRACTION, PRECISIONS, ceil_pow2
+
+MAX_RANK = 128  # a tile holds whole ranks
+MAX_ELEMENTS = 2**31 - 1  # the Triton backend counts elements in 32 bits
+# Programs that sums over a weight are split into: two a multiprocessor of the largest cards. More of them would write
+# more parts.
+PROGRAMS = 264
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the kernels of a weight are cut and launched.
+
+    Attributes:
+      rows, cols: of the weight, or of LoKr's W2, that one program works on at a time.
+      warps, stages: warps a program, and stages of its software pipeline.
+    """
+
+    rows: int
+    cols: int
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self):
+        for name in ("rows", "cols"):
+            size = getattr(self, name)
+            if size not in (16, 32, 64, 128):
+                raise ValueError(f"{name} must be 16, 32, 64 or 128, got {size}")
+        if self.warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"warps must be 1, 2, 4, 8 or 16, got {self.warps}")
+        if not 1 <= self.stages <= 8:
+            raise ValueError(f"stages must lie between 1 and 8, got {self.stages}")
+
+
+def choose_low_rank(O: int, I: int, rank: int, *, pairs: int, precision: str) -> Tiles:
+    """The tiles of a weight [O, I] whose update comes from `pairs` products of this rank.
+
+    Raises:
+      ValueError: the kernels do not serve it.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if rank > MAX_RANK:
+        raise ValueError(f"the kernels take ranks up to {MAX_RANK}, and this is {rank}")
+    _require_countable(O, I)
+    # By the bytes of all pairs' factors at a row and a column: larger tiles spill, or do not fit into the shared memory
+    # of consumer cards. Float32 operands are three 16-bit pieces, and products of them take the most registers.
+    across = padded_rank(rank) * pairs * {"16bit": 2, "tf32": 4, "fp32": 6}[precision]
+    largest = next(size for size, limit in ((64, 256), (32, 512), (16, math.inf)) if across <= limit)
+    largest = min(largest, 32) if precision == "fp32" else largest
+    return Tiles(_cut(O, largest), _cut(I, largest), warps=8 if precision == "fp32" and pairs == 2 else 4)
+
+
+def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> Tiles:
+    """The tiles of a weight that is the Kronecker product of matrices of these shapes, and of W2 in its backward.
+
+    Raises:
+      ValueError: the kernels do not serve it.
+    """
+    _require_countable(W1[0] * W2[0], W1[1] * W2[1])
+    return Tiles(_cut(W2[0], 64), _cut(W2[1], 64))
+
+
+def padded_rank(rank: int) -> int:
+    """The length of the contractions over the rank."""
+    return max(MIN_CONTRACTION, ceil_pow2(rank))
+
+
+def _require_countable(O: int, I: int) -> None:
+    if O * I > MAX_ELEMENTS:
+        raise ValueError(f"the kernels take weights of up to {MAX_ELEMENTS} elements, and this has {O} x {I}")
+
+
+def _cut(size: int, largest: int) -> int:
+    return min(largest, max(16, ceil_pow2(size)))
