@@ -203,22 +203,34 @@ def _kda_grads(
     diagonal = bm.spread_columns(on_diagonal, shape)
     (later,) = sums(dG, ("suffix", "rest") if C > BLOCK else "suffix")
     share = jnp.sum(kT * deT, axis=0)
-    dqT, dkT = scale * (dqT + diagonal * kT), dkT + diagonal * qT + beta_of * deT
-    if raw.l2norm:
+
+    def dq_of_tile():
+        found = scale * (dqT + diagonal * kT)
+        if not raw.l2norm:
+            return found
         # q . dq and k . dk over all channels, of which a program has a part, from the value side. qT is scaled, and so
         # is o; without a scale o is 0, and so is the sum.
-        dqT -= qT * (bm.spread_columns(q_dq, shape) * (1.0 / scale if scale else 0.0))
-        dkT += kT * (beta_of * bm.spread_columns(value_share, shape) + 2.0 * bm.spread_columns(minus_U_dR, shape))
-        dqT, dkT = dqT * bm.load_row(norm_rows.at[0], shape), dkT * bm.load_row(norm_rows.at[1], shape)
-    dgT = dG + later + bm.spread_rows(leaving, shape)
+        found -= qT * (bm.spread_columns(q_dq, shape) * (1.0 / scale if scale else 0.0))
+        return found * bm.load_row(norm_rows.at[0], shape)
+
+    def dk_of_tile():
+        found = dkT + diagonal * qT + beta_of * deT
+        if not raw.l2norm:
+            return found
+        found += kT * (beta_of * bm.spread_columns(value_share, shape) + 2.0 * bm.spread_columns(minus_U_dR, shape))
+        return found * bm.load_row(norm_rows.at[1], shape)
+
+    def dg_of_tile():
+        return dG + later + bm.spread_rows(leaving, shape)
+
     if raw.gate:
         given = kept_g if given_g is None else bm.load_transposed(given_g).astype(f32)
-        dgT, dA_share, bias_share = gates.gradients(given, gT, dgT)
+        dgT, dA_share, bias_share = gates.gradients(given, gT, dg_of_tile())
     # Results take the place of the inputs that they belong to, once every warp has read the last of those.
     bm.commit()
-    bm.store_transposed(q_tile, dqT.astype(op))
-    bm.store_transposed(k_tile, dkT.astype(op))
-    bm.store_transposed(raw_g, dgT.astype(raw_g.dtype))
+    bm.store_transposed(q_tile, dq_of_tile().astype(op))
+    bm.store_transposed(k_tile, dk_of_tile().astype(op))
+    bm.store_transposed(raw_g, (dgT if raw.gate else dg_of_tile()).astype(raw_g.dtype))
     beta_row[...] = share + jnp.where(tile == 0, 1.0, 0.0) * value_share
     if raw.gate:
         shares.at[0][...], shares.at[1][...] = dA_share, bias_share
