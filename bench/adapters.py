@@ -3,9 +3,9 @@
     python -m bench.adapters
     python -m bench.adapters --impl=all --preset=lokr_4096x4096_square_bf16,lora_bypass_t4096_fp16 --json out.json
 
---impl   arms: xla (ours in plain JAX); torch_eager, torch_compile and torch_compile_max (its default mode, and
-         max-autotune-no-cudagraphs), twins that form no Kronecker product; groups: ours, torch, all (default: xla and
-         torch; without a GPU not torch_compile_max)
+--impl   arms: pallas (for rebuilds of LoRA, LoHa and LoKr), xla (ours in plain JAX); torch_eager, torch_compile and
+         torch_compile_max (its default mode, and max-autotune-no-cudagraphs), twins that form no Kronecker product;
+         groups: ours, torch, all (default: ours and torch; without a GPU not torch_compile_max)
 --preset names of ROW_PRECISION, a ROW for both precisions (bf16 alone without a GPU), or a set of rows: lora, loha,
          lokr, oft, lora_bypass, loha_bypass, lokr_bypass, oft_bypass, sweep, report, cpu (default: report on a GPU, cpu
          without one). Rows: lora_OxI_rRANK and loha_OxI_rRANK; lokr_OxI_square and lokr_OxI_f8 (the smaller factors
@@ -210,7 +210,7 @@ oft_bypass = functools.partial(AdapterOperator, "oft", "bypass")
 
 # ---- arms ----------------------------------------------------------------------------------------------------------
 
-GROUPS = {"ours": ("xla",), "torch": ("torch_eager", "torch_compile", "torch_compile_max")}
+GROUPS = {"ours": ("pallas", "xla"), "torch": ("torch_eager", "torch_compile", "torch_compile_max")}
 
 
 def arms() -> dict[str, Arm]:
@@ -228,17 +228,23 @@ def arms() -> dict[str, Arm]:
             exclusive=bool(options),
         )
 
-    found = [
-        Arm(
-            "xla",
+    def ours(name: str) -> Arm:
+        kernels = name != "xla"
+        return Arm(
+            name,
             "jax",
             here + "ours",
-            {"implementation": "xla"},
+            {"implementation": name},
             requires=("jax",),
+            proof=("adapter_",) if kernels else (),
             precision="16bit",
             ours=True,
-            exclusive=True,  # XLA times candidates on the device while it compiles products
-        ),
+            exclusive=not kernels,  # XLA times candidates on the device while it compiles products
+        )
+
+    found = [
+        ours("pallas"),
+        ours("xla"),
         torch("torch_eager"),
         torch("torch_compile", compile="default"),
         torch("torch_compile_max", compile="max-autotune-no-cudagraphs"),
@@ -272,7 +278,7 @@ def _case(row: str, precision: str, seed: int) -> Case:
 def jobs(wanted: Sequence[Case], impl: Sequence[str]) -> list[tuple[Case, list[Arm]]]:
     """The cases with their arms, by names and groups."""
     known = arms()
-    impl = impl or (["xla", "torch"] if device.has_gpu() else ["xla", "torch_eager", "torch_compile"])
+    impl = impl or (["ours", "torch"] if device.has_gpu() else ["ours", "torch_eager", "torch_compile"])
     picked = cli.pick_arms(impl, known, GROUPS | {"all": tuple(known)})
     return [(case, picked) for case in wanted]
 

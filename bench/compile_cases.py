@@ -289,6 +289,9 @@ def _adapters() -> Iterator[Case]:
                 for family, shapes in (("lora", pair), ("loha", pairs)):
                     arrays = shapes | {"base": (O, I)}
                     yield _adapter_case(family, f"r={rank}", arrays, fast=fast, alpha=1.0, **common)
+                if rank < 128:
+                    arrays, options = pair | {"base": (O, I), "magnitude": (O,)}, {"alpha": 1.0, "detach_norm": False}
+                    yield _adapter_case("lora", f"r={rank} DoRA", arrays, **options, **common)
         if precision != "tf32":  # there are no matrix products
             for a, b, c, d in ((64, 64, 64, 64), (5, 3, 34, 29)):
                 arrays = {"W1": (a, b), "W2": (c, d), "base": (a * c, b * d)}
@@ -299,7 +302,7 @@ def _adapters() -> Iterator[Case]:
 def _adapter_case(
     family: str,
     sizes: str,
-    shapes: dict[str, tuple[int, int]],
+    shapes: dict[str, tuple[int, ...]],
     *,
     dtype: str,
     precision: str,

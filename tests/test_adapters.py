@@ -267,6 +267,14 @@ class KernelsTest(parameterized.TestCase):
         with few_programs(4):
             assert_right(name, *problem(name, **sizes), implementation="pallas_triton", **CASES[name])
 
+    @parameterized.parameters(
+        ("float32", True, {"O": 35, "I": 66}), ("float32", False, {"O": 35, "I": 66}), ("bfloat16", False, {})
+    )
+    def test_dora(self, dtype, detach_norm, sizes):
+        arrays, dout = problem("lora.rebuild", magnitude=True, dtype=dtype, **sizes)
+        options = {"alpha": 2.0, "detach_norm": detach_norm, "implementation": "pallas_triton"}
+        assert_right("lora.rebuild", arrays, dout, **options)
+
     @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
     def test_without_base_float32_factors_and_vmap(self, name):
         one, dout = problem(name, base=False)
@@ -312,7 +320,6 @@ class KernelsTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("bypass", "lora.bypass", {}, "there are no kernels for lora.bypass"),
         ("oft", "oft.rebuild", {}, "there are no kernels for oft.rebuild"),
-        ("dora", "lora.rebuild", {"magnitude": True}, "the kernels of lora.rebuild take no magnitude"),
         ("rank", "loha.rebuild", {"r": 129}, "the kernels take ranks up to 128, and this is 129"),
     )
     def test_what_they_do_not_serve_is_refused_by_name_and_else_computed_by_xla(self, name, sizes, message):

@@ -17,13 +17,25 @@ class AdaptersTest(parameterized.TestCase):
         known = adapters.arms()
         inputs = (op := operator(case.op)).inputs(case)
         want = op.oracle(case, inputs)
-        for arm, framework in ((known["xla"], runtimes.JaxRuntime), (known["torch_eager"], runtimes.TorchRuntime)):
+        kernels = [known["pallas"]] if op.form == "rebuild" and op.family != "oft" else []
+        for arm in (*kernels, known["xla"], known["torch_eager"]):
+            framework = runtimes.RUNTIMES[arm.framework]
             runtime = framework(op, case, arm, inputs)
             runtime.prepare("fwdbwd")
             got = runtime.outputs("fwdbwd")
             self.assertEqual(set(got), set(want), arm.name)
             for tensor, x in got.items():
                 assert_close(runtime.to_numpy(x), want[tensor], rms=op.bar(case, arm, tensor) / 4, name=tensor)
+
+    def test_the_kernels_are_seen_to_run_and_a_call_without_any_says_so(self):
+        with harness.Session(harness.Options(rounds=2)) as session:
+            rows = {}
+            for case in adapters.cases(["lokr_rebuild_cpu_bf16", "oft_bypass_cpu_bf16"]):
+                rows |= {row["op"]: row for row in session.measure(case, [adapters.arms()["pallas"]], ("fwdbwd",))}
+        self.assertEqual(rows["lokr_rebuild"]["status"], "OK", rows["lokr_rebuild"]["reason"])
+        self.assertEqual(rows["lokr_rebuild"]["traced"], ["adapter_kronecker_backward", "adapter_kronecker_forward"])
+        self.assertEqual(rows["oft_bypass"]["status"], "NOT MEASURED")
+        self.assertRegex(rows["oft_bypass"]["reason"], "there are no kernels for oft.bypass")
 
     def test_a_wrong_arm_is_caught_and_a_compiled_one_captures_a_graph(self):
         (case,) = adapters.cases(["lokr_bypass_cpu_bf16"])

@@ -122,7 +122,7 @@ class Plan:
     @property
     def of_kernels(self) -> dict[str, Any]:
         """What the kernels take in either direction."""
-        return {"scale": dict(self.options)["scale"], "tiles": self.config, "interpret": self.interpret}
+        return dict(self.options) | {"tiles": self.config, "interpret": self.interpret}
 
 
 def call(

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels.adapters as kernels
-from dormouse_jax.reference import lokr
+from dormouse_jax.reference import lokr, lora
+from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products
 
 _PAIRS = {"lora": (("A", "B"),), "loha": (("A1", "B1"), ("A2", "B2"))}
@@ -23,8 +24,6 @@ def choose(operator: str, x: dict[str, Any], precision: str) -> Any:
     family, form = operator.split(".")
     if form == "bypass" or family == "oft":
         raise ValueError(f"there are no kernels for {operator}")
-    if x.get("magnitude") is not None:
-        raise ValueError(f"the kernels of {operator} take no magnitude")
     if family == "lokr":
         W1, W2 = (_shape(x, name) for name in ("W1", "W2"))
         return kernels.choose_kronecker(W1, W2)
@@ -40,18 +39,44 @@ def _shape(x: dict[str, Any], factor: str) -> tuple[int, int]:
 
 
 def rebuild(
-    family: str, product: Products, x: dict[str, Any], *, scale: float, out_dtype: str, tiles: Any, interpret: bool
+    family: str,
+    product: Products,
+    x: dict[str, Any],
+    *,
+    scale: float,
+    detach_norm: bool = True,
+    out_dtype: str,
+    tiles: Any,
+    interpret: bool,
 ) -> jax.Array:
     """What the reference's `rebuild` gives, in out_dtype."""
     common = {"scale": scale, "out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
     if family == "lokr":
         W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))
         return kernels.kronecker.forward(W1, W2, x["base"], **common)
-    return kernels.low_rank.forward(_pairs(family, product, x), x["base"], precision=product.precision, **common)
+    common["precision"], pairs = product.precision, _pairs(family, product, x)
+    if x.get("magnitude") is not None:
+        common["factor"] = f32(x["magnitude"]) * _inverse_norm(product, x, scale, tiles, interpret)
+    return kernels.low_rank.forward(pairs, x["base"], **common)
+
+
+def _inverse_norm(product: Products, x: dict[str, Any], scale: float, tiles: Any, interpret: bool) -> jax.Array:
+    """Of the rows of V = base + s B A."""
+    (pair,) = _pairs("lora", product, x)
+    common = {"scale": scale, "precision": product.precision, "tiles": tiles, "interpret": interpret}
+    return lora.inverse_norm(jnp.sqrt(kernels.low_rank.row_sums(pair, x["base"], None, **common)))
 
 
 def rebuild_backward(
-    family: str, product: Products, x: dict[str, Any], dout: jax.Array, *, scale: float, tiles: Any, interpret: bool
+    family: str,
+    product: Products,
+    x: dict[str, Any],
+    dout: jax.Array,
+    *,
+    scale: float,
+    detach_norm: bool = True,
+    tiles: Any,
+    interpret: bool,
 ) -> dict[str, jax.Array]:
     """What the reference's `rebuild_backward` gives."""
     common = {"scale": scale, "tiles": tiles, "interpret": interpret}
@@ -59,9 +84,22 @@ def rebuild_backward(
         W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))
         dW1, dW2 = kernels.kronecker.backward(W1, W2, dout, **common)
         return lokr.backward_of_factors(product, x, W1=dW1, W2=dW2) | {"base": dout}
-    found = kernels.low_rank.backward(_pairs(family, product, x), dout, precision=product.precision, **common)
+    common["precision"], pairs = product.precision, _pairs(family, product, x)
+    grads, of_rows = {"base": dout}, {}
+    if x.get("magnitude") is not None:
+        m, inverse = f32(x["magnitude"]), _inverse_norm(product, x, scale, tiles, interpret)
+        grads["magnitude"] = kernels.low_rank.row_sums(pairs[0], x["base"], dout, **common) * inverse
+        of_rows["factor"] = m * inverse
+        # Of use where base has a gradient, and else not computed.
+        grads["base"] = of_rows["factor"][:, None] * dout
+        if not detach_norm:
+            e = m * grads["magnitude"] * inverse**2
+            of_rows["along"] = e, x["base"]
+            V = kernels.low_rank.forward(pairs, x["base"], out_dtype=jnp.dtype(jnp.float32), **common)
+            grads["base"] -= e[:, None] * V
+    found = kernels.low_rank.backward(pairs, dout, **common, **of_rows)
     names = [name for pair in _PAIRS[family] for name in pair]
-    return dict(zip(names, (grad for pair in found for grad in pair), strict=True)) | {"base": dout}
+    return grads | dict(zip(names, (grad for pair in found for grad in pair), strict=True))
 
 
 def _pairs(family: str, product: Products, x: dict[str, Any]) -> list[tuple[jax.Array, jax.Array]]:

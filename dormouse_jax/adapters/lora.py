@@ -40,7 +40,7 @@ def rebuild(
         it). Sums are float32 always.
       implementation: "pallas" (the best kernels for the device), "pallas_triton" or "xla", plain JAX. None takes
         "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla"
-        elsewhere. Kernels take ranks up to 128 and no magnitude.
+        elsewhere. Kernels take ranks up to 128.
 
     Returns:
       `[O, I]` in base's dtype, or without base in the dtype of the products' operands: the 16-bit one where there is

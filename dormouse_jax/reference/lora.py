@@ -17,7 +17,7 @@ from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products, exact
 
 
-def _inverse(norm: jax.Array) -> jax.Array:
+def inverse_norm(norm: jax.Array) -> jax.Array:
     """1 / norm; 0 for a row of zeros, whose direction is none."""
     return jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1.0), 0.0)
 
@@ -27,7 +27,7 @@ def rebuild(product: Products, x, *, scale: float, detach_norm: bool):
     if x["magnitude"] is None:
         return V, None
     norm = jnp.sqrt(jnp.sum(V * V, axis=1))
-    return (f32(x["magnitude"]) * _inverse(norm))[:, None] * V, None
+    return (f32(x["magnitude"]) * inverse_norm(norm))[:, None] * V, None
 
 
 def rebuild_backward(product: Products, x, kept, dout, *, scale: float, detach_norm: bool):
@@ -35,7 +35,7 @@ def rebuild_backward(product: Products, x, kept, dout, *, scale: float, detach_n
     grads = {}
     if x["magnitude"] is not None:
         V = layer.plus(scale * product("or,ri->oi", B, A), x["base"])
-        inverse, m = _inverse(jnp.sqrt(jnp.sum(V * V, axis=1))), f32(x["magnitude"])
+        inverse, m = inverse_norm(jnp.sqrt(jnp.sum(V * V, axis=1))), f32(x["magnitude"])
         grads["magnitude"] = jnp.sum(G * V, axis=1) * inverse
         along = 0.0 if detach_norm else (m * grads["magnitude"] * inverse**2)[:, None] * V
         G = (m * inverse)[:, None] * G - along
@@ -49,7 +49,7 @@ def _norms(product: Products, x, scale: float):
     inner, K = product("oi,ri->or", x["base"], A), exact("ri,si->rs", A, A)
     BK = exact("or,rs->os", B, K)
     square = jnp.sum(base * base, axis=1) + jnp.sum((2 * scale * inner + scale**2 * BK) * f32(B), axis=1)
-    return _inverse(jnp.sqrt(jnp.maximum(square, 0.0))), inner + scale * BK
+    return inverse_norm(jnp.sqrt(jnp.maximum(square, 0.0))), inner + scale * BK
 
 
 def bypass(product: Products, x, *, scale: float, detach_norm: bool):

@@ -1,7 +1,8 @@
 """Updates that are one low-rank product, or two of them multiplied elementwise: LoRA and LoHa.
 
-    out = base + s P,  P = P1 or P1 * P2,  Pi = Bi Ai          A [r, I], B [O, r]
-    dPi = G, or G * P3-i;  dBi = s dPi Ai^T,  dAi = s Bi^T dPi   G [O, I] the cotangent of out
+    V = base + s P,  P = P1 or P1 * P2,  Pi = Bi Ai              A [r, I], B [O, r]
+    out = V, or f V by rows                                      f [O] (DoRA: magnitude over the norm of V's row)
+    dPi = G, or G * P3-i;  dBi = s dPi Ai^T,  dAi = s Bi^T dPi   G [O, I] the cotangent of V, or f G - e V by rows
 
 The backward reads G twice, once along its rows for B and once along its columns for A. Where there are few rows or
 columns of tiles a program walks along a part of them; the parts are added up afterwards, in a fixed order.
@@ -32,6 +33,7 @@ def forward(
     out_dtype: jnp.dtype,
     tiles: Tiles,
     interpret: bool,
+    factor: jax.Array | None = None,
 ) -> jax.Array:
     """base + scale P [O, I] in out_dtype.
 
@@ -39,9 +41,11 @@ def forward(
       pairs: one or two (A [r, I], B [O, r]), of the dtype that the precision names.
       base: [O, I], any float dtype, or None.
       precision: "fp32", "tf32" or "16bit".
+      factor: [O] float32, by which the rows of the sum are multiplied, or None.
     """
     (O, rank), I = pairs[0][1].shape, pairs[0][0].shape[1]
     inputs = [x for pair in pairs for x in pair] + ([] if base is None else [base])
+    inputs += [] if factor is None else [factor.reshape(O, 1)]
     (out,) = backend.launch(
         _forward_kernel,
         f"{NAME}_forward",
@@ -52,6 +56,8 @@ def forward(
         num_stages=tiles.stages,
         interpret=interpret,
         pairs=len(pairs),
+        has_base=base is not None,
+        has_factor=factor is not None,
         sizes=(O, I, rank),
         scale=scale,
         precision=precision,
@@ -60,13 +66,66 @@ def forward(
     return out
 
 
+def row_sums(
+    pair: tuple[jax.Array, jax.Array],
+    base: jax.Array,
+    G: jax.Array | None,
+    *,
+    scale: float,
+    precision: str,
+    tiles: Tiles,
+    interpret: bool,
+) -> jax.Array:
+    """Sums of V * V by rows, or of G * V, [O] in float32, with V = base + scale B A. Arguments as in `forward`."""
+    (O, rank), I = pair[1].shape, pair[0].shape[1]
+    col_tiles = -(-I // tiles.cols)
+    inputs = [*pair, base] + ([] if G is None else [G])
+    (sums,) = backend.launch(
+        _row_sums_kernel,
+        f"{NAME}_row_sums",
+        (col_tiles, -(-O // tiles.rows)),
+        [(x, _whole(x)) for x in inputs],
+        [
+            (
+                jax.ShapeDtypeStruct((col_tiles, O, 1), jnp.float32),
+                pl.BlockSpec((None, O, 1), lambda j, i: (j, 0, 0)),
+            )
+        ],
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        interpret=interpret,
+        sizes=(O, I, rank),
+        scale=scale,
+        precision=precision,
+        tiles=tiles,
+    )
+    return jnp.sum(sums, axis=(0, 2))
+
+
 def backward(
-    pairs: Pairs, G: jax.Array, *, scale: float, precision: str, tiles: Tiles, interpret: bool
+    pairs: Pairs,
+    G: jax.Array,
+    *,
+    scale: float,
+    precision: str,
+    tiles: Tiles,
+    interpret: bool,
+    factor: jax.Array | None = None,
+    along: tuple[jax.Array, jax.Array] | None = None,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """(dA [r, I], dB [O, r]) of each pair in float32. Arguments as in `forward`; G [O, I], any float dtype."""
+    """(dA [r, I], dB [O, r]) of each pair in float32.
+
+    Arguments as in `forward`, and
+      G: [O, I], any float dtype.
+      factor: f [O], of a single pair, or None for 1.
+      along: (e [O] float32, base [O, I]) where V's part of the cotangent counts, which a factor has then too.
+    """
     (O, rank), I = pairs[0][1].shape, pairs[0][0].shape[1]
     row_tiles, col_tiles = -(-O // tiles.rows), -(-I // tiles.cols)
-    inputs = [(x, _whole(x)) for x in [*(x for pair in pairs for x in pair), G]]
+    inputs = [*(x for pair in pairs for x in pair), G]
+    inputs += [] if factor is None else [factor.reshape(O, 1)]
+    inputs += [] if along is None else [along[0].reshape(O, 1), along[1]]
+    number, inputs = len(inputs), [(x, _whole(x)) for x in inputs]
     found = []
     for name, along, across, shape in (
         ("dA", col_tiles, row_tiles, (rank, I)),
@@ -86,7 +145,9 @@ def backward(
             num_stages=tiles.stages,
             interpret=interpret,
             pairs=len(pairs),
+            number=number,
             sizes=(O, I, rank),
+            scale=scale,
             steps=steps,
             of_rows=name == "dB",
             precision=precision,
@@ -109,7 +170,12 @@ def _spans(row_tile, col_tile, sizes: tuple[int, int, int], tiles: Tiles, sticks
     return rows, cols, (0, R, rank if rank != R else None)
 
 
-def _forward_kernel(*refs, pairs, sizes, scale, precision, tiles, interpret):
+def _column(rows: tuple) -> tuple[tuple, tuple]:
+    """The spans of these rows of an array [O, 1]."""
+    return rows, (0, 1, None)
+
+
+def _forward_kernel(*refs, pairs, has_base, has_factor, sizes, scale, precision, tiles, interpret):
     dot = backend.Dot(precision, interpret)
     rows, cols, ranks = _spans(pl.program_id(1), pl.program_id(0), sizes, tiles)
     P = 1.0
@@ -117,15 +183,26 @@ def _forward_kernel(*refs, pairs, sizes, scale, precision, tiles, interpret):
         A, B = backend.load_tile(refs[2 * i], ranks, cols), backend.load_tile(refs[2 * i + 1], rows, ranks)
         P = dot(B, A) * P
     out = scale * P
-    if len(refs) == 2 * pairs + 2:
-        out += backend.load_tile(refs[-2], rows, cols).astype(jnp.float32)
+    if has_base:
+        out += backend.load_tile(refs[2 * pairs], rows, cols).astype(jnp.float32)
+    if has_factor:
+        out *= backend.load_tile(refs[-2], *_column(rows))
     backend.store_tile(refs[-1], rows, cols, out)
 
 
-def _backward_kernel(*refs, pairs, sizes, steps, of_rows, precision, tiles, interpret):
+def _row_sums_kernel(A_ref, B_ref, base_ref, *refs, sizes, scale, precision, tiles, interpret):
+    rows, cols, ranks = _spans(pl.program_id(1), pl.program_id(0), sizes, tiles)
+    A, B = backend.load_tile(A_ref, ranks, cols), backend.load_tile(B_ref, rows, ranks)
+    V = scale * backend.Dot(precision, interpret)(B, A) + backend.load_tile(base_ref, rows, cols).astype(jnp.float32)
+    G = backend.load_tile(refs[0], rows, cols).astype(jnp.float32) if len(refs) == 2 else V
+    backend.store_tile(refs[-1], *_column(rows), jnp.sum(G * V, axis=1, keepdims=True))
+
+
+def _backward_kernel(*refs, pairs, number, sizes, scale, steps, of_rows, precision, tiles, interpret):
     dot = backend.Dot(precision, interpret)
     own, first = pl.program_id(0), pl.program_id(1) * steps
-    G_ref, outs, R = refs[2 * pairs], refs[2 * pairs + 1 :], padded_rank(sizes[2])
+    G_ref, *of_rows_refs = refs[2 * pairs : number]
+    outs, R = refs[number:], padded_rank(sizes[2])
 
     def step(k, totals):
         row_tile, col_tile = (own, first + k) if of_rows else (first + k, own)
@@ -134,6 +211,11 @@ def _backward_kernel(*refs, pairs, sizes, steps, of_rows, precision, tiles, inte
         A = [backend.load_tile(refs[2 * i], ranks, cols) for i in range(pairs)]
         B = [backend.load_tile(refs[2 * i + 1], rows, ranks) for i in range(pairs)]
         G = backend.load_tile(G_ref, rows, cols).astype(jnp.float32)
+        if of_rows_refs:
+            G *= backend.load_tile(of_rows_refs[0], *_column(rows))
+        if len(of_rows_refs) == 3:
+            base = backend.load_tile(of_rows_refs[2], rows, cols).astype(jnp.float32)
+            G -= backend.load_tile(of_rows_refs[1], *_column(rows)) * (base + scale * dot(B[0], A[0]))
         if pairs == 1:
             dP = [G]
         else:
