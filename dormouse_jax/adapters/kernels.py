@@ -50,7 +50,7 @@ def rebuild(
     interpret: bool,
 ) -> jax.Array:
     """What the reference's `rebuild` gives, in out_dtype."""
-    common = {"scale": scale, "out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
+    common: dict[str, Any] = {"scale": scale, "out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
     if family == "lokr":
         W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))
         return kernels.kronecker.forward(W1, W2, x["base"], **common)
@@ -63,7 +63,7 @@ def rebuild(
 def _inverse_norm(product: Products, x: dict[str, Any], scale: float, tiles: Any, interpret: bool) -> jax.Array:
     """Of the rows of V = base + s B A."""
     (pair,) = _pairs("lora", product, x)
-    common = {"scale": scale, "precision": product.precision, "tiles": tiles, "interpret": interpret}
+    common: dict[str, Any] = {"scale": scale, "precision": product.precision, "tiles": tiles, "interpret": interpret}
     return lora.inverse_norm(jnp.sqrt(kernels.low_rank.row_sums(pair, x["base"], None, **common)))
 
 
@@ -79,13 +79,14 @@ def rebuild_backward(
     interpret: bool,
 ) -> dict[str, jax.Array]:
     """What the reference's `rebuild_backward` gives."""
-    common = {"scale": scale, "tiles": tiles, "interpret": interpret}
+    common: dict[str, Any] = {"scale": scale, "tiles": tiles, "interpret": interpret}
     if family == "lokr":
         W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))
         dW1, dW2 = kernels.kronecker.backward(W1, W2, dout, **common)
         return lokr.backward_of_factors(product, x, W1=dW1, W2=dW2) | {"base": dout}
     common["precision"], pairs = product.precision, _pairs(family, product, x)
-    grads, of_rows = {"base": dout}, {}
+    grads: dict[str, jax.Array] = {"base": dout}
+    of_rows: dict[str, Any] = {}
     if x.get("magnitude") is not None:
         m, inverse = f32(x["magnitude"]), _inverse_norm(product, x, scale, tiles, interpret)
         grads["magnitude"] = kernels.low_rank.row_sums(pairs[0], x["base"], dout, **common) * inverse
