@@ -127,18 +127,18 @@ def backward(
     inputs += [] if along is None else [along[0].reshape(O, 1), along[1]]
     number, inputs = len(inputs), [(x, _whole(x)) for x in inputs]
     found = []
-    for name, along, across, shape in (
+    for name, own, walked, shape in (
         ("dA", col_tiles, row_tiles, (rank, I)),
         ("dB", row_tiles, col_tiles, (O, rank)),
     ):
-        steps = -(-across // max(1, min(across, PROGRAMS // along)))
-        parts = -(-across // steps)
+        steps = -(-walked // max(1, min(walked, PROGRAMS // own)))
+        parts = -(-walked // steps)
         out = jax.ShapeDtypeStruct((parts, *shape), jnp.float32)
         spec = pl.BlockSpec((None, *shape), lambda i, j: (j, 0, 0))
         sums = backend.launch(
             _backward_kernel,
             f"{NAME}_{name}",
-            (along, parts),
+            (own, parts),
             inputs,
             [(out, spec)] * len(pairs),
             num_warps=tiles.warps,
