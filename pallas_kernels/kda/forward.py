@@ -128,15 +128,17 @@ def kda_prepare(
     def local(r):
         return (r * BLOCK, BLOCK, None)
 
-    def put(ref, rows, cols, value):
-        first, size, _ = rows
-        for i, piece in enumerate(bt.pieces(value) if split else [value]):
-            bt.store_tile(ref, (first + i * sizes.C, size, None), cols, piece)
+    def put(ref, rows: tuple[Any, int, None], cols, value):
+        if not split:
+            return bt.store_tile(ref, rows, cols, value)
+        for i, piece in enumerate(bt.pieces(value)):
+            bt.store_tile(ref, (rows[0] + i * sizes.C, rows[1], None), cols, piece)
 
-    def get(ref, rows, cols):
-        first, size, _ = rows
-        parts = [bt.load_tile(ref, (first + i * sizes.C, size, None), cols) for i in range(3 if split else 1)]
-        return functools.reduce(jnp.add, (x.astype(f32) for x in parts)) if split else parts[0]
+    def get(ref, rows: tuple[Any, int, None], cols) -> Any:
+        if not split:
+            return bt.load_tile(ref, rows, cols)
+        pieces = (bt.load_tile(ref, (rows[0] + i * sizes.C, rows[1], None), cols) for i in range(3))
+        return functools.reduce(jnp.add, (x.astype(f32) for x in pieces))
 
     tokens = Tokens(x, norm_ref, sizes, raw, start, limit, kc, precision, interpret)
     if raw.l2norm and matrices:
