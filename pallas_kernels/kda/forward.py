@@ -130,7 +130,8 @@ def kda_prepare(
 
     def put(ref, rows: tuple[Any, int, None], cols, value):
         if not split:
-            return bt.store_tile(ref, rows, cols, value)
+            bt.store_tile(ref, rows, cols, value)
+            return
         for i, piece in enumerate(bt.pieces(value)):
             bt.store_tile(ref, (rows[0] + i * sizes.C, rows[1], None), cols, piece)
 
