@@ -3,7 +3,7 @@
     python -m bench.adapters
     python -m bench.adapters --impl=all --preset=lokr_4096x4096_square_bf16,lora_bypass_t4096_fp16 --json out.json
 
---impl   arms: pallas (for rebuilds of LoRA, LoHa and LoKr), xla (ours in plain JAX); torch_eager, torch_compile and
+--impl   arms: pallas (for rebuilds), xla (ours in plain JAX); torch_eager, torch_compile and
          torch_compile_max (its default mode, and max-autotune-no-cudagraphs), twins that form no Kronecker product;
          groups: ours, torch, all (default: ours and torch; without a GPU not torch_compile_max)
 --preset names of ROW_PRECISION, a ROW for both precisions (bf16 alone without a GPU), or a set of rows: lora, loha,
@@ -76,7 +76,7 @@ def _rows() -> dict[str, Preset]:
 
 SWEEP = _rows()
 CPU = {
-    f"{family}_{form}_cpu": Preset(family, 24, 18, rank=3, factors=(4, 3), block=3, T=T)
+    f"{family}_{form}_cpu": Preset(family, 24, 18, rank=3, factors=(4, 3), block=4, T=T)
     for family in ("lora", "loha", "lokr", "oft")
     for form, T in (("rebuild", 0), ("bypass", 10))
 }

@@ -292,6 +292,10 @@ def _adapters() -> Iterator[Case]:
                 if rank < 128:
                     arrays, options = pair | {"base": (O, I), "magnitude": (O,)}, {"alpha": 1.0, "detach_norm": False}
                     yield _adapter_case("lora", f"r={rank} DoRA", arrays, **options, **common)
+        for side, n in (("output", 16), ("input", 64)):
+            arrays = {"P": (1280 // n, n, n), "base": (1280, 1280)}
+            options = {"side": side, "fast": dtype == "bfloat16"}
+            yield _adapter_case("oft", f"{side} n={n}", arrays, dtype=dtype, precision=precision, **options)
         if precision != "tf32":  # there are no matrix products
             for a, b, c, d in ((64, 64, 64, 64), (5, 3, 34, 29)):
                 arrays = {"W1": (a, b), "W2": (c, d), "base": (a * c, b * d)}

@@ -44,7 +44,7 @@ _GROUPS = (
     ("kda", "gdn2"),
     ("gemm", "kda_step"),
     ("attention",),
-    ("adapters.lora.rebuild", "adapters.loha.rebuild", "adapters.lokr.rebuild"),
+    tuple(f"adapters.{family}.rebuild" for family in ("lora", "loha", "lokr", "oft")),
 )  # operators that share kernels are compiled by one process
 _ATTEMPTS = 20  # processes that may end of one group before the gate gives up
 

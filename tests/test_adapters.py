@@ -15,7 +15,7 @@ import torch_ref.adapters
 from dormouse_jax import adapters, dispatch
 from dormouse_jax.adapters import call as call_module
 from dormouse_jax.reference import loha as loha_reference
-from pallas_kernels.adapters import kronecker, low_rank
+from pallas_kernels.adapters import block_diagonal, kronecker, low_rank
 from tests import helpers
 from torch_ref.oracle_adapters import adapter_oracle
 
@@ -233,7 +233,7 @@ KERNELS = ("lora.rebuild", "loha.rebuild", "lokr.rebuild")
 def few_programs(number):
     """A context in which sums over a weight are split into about this many programs, so that each walks further."""
     stack = contextlib.ExitStack()
-    for module in (low_rank, kronecker):
+    for module in (low_rank, kronecker, block_diagonal):
         stack.enter_context(mock.patch.object(module, "PROGRAMS", number))
     jax.clear_caches()  # what was traced before has the programs that it had then
     return stack
@@ -275,6 +275,25 @@ class KernelsTest(parameterized.TestCase):
         options = {"alpha": 2.0, "detach_norm": detach_norm, "implementation": "pallas_triton"}
         assert_right("lora.rebuild", arrays, dout, **options)
 
+    @parameterized.parameters(
+        ("output", False, "float32", {"O": 40, "I": 75, "n": 4}),
+        ("input", False, "float32", {"O": 75, "I": 40, "n": 8}),
+        ("output", True, "bfloat16", {"O": 80, "I": 21, "n": 16}),
+        ("input", True, "float16", {"O": 30, "I": 66, "n": 2}),
+        ("output", False, "float32", {"O": 64, "I": 21, "n": 64}),
+    )
+    def test_oft(self, side, neumann, dtype, sizes):
+        arrays, dout = problem("oft.rebuild", side=side, dtype=dtype, **sizes)
+        if sizes["n"] == 64:
+            arrays["P"] = arrays["P"] / 4
+        options = {"side": side, "neumann": neumann, "implementation": "pallas_triton"}
+        assert_right("oft.rebuild", arrays, dout, **options)
+
+    def test_parts_of_an_oft_that_reach_beyond_the_weight(self):
+        arrays, dout = problem("oft.rebuild", O=40, I=150, n=4)
+        with few_programs(4):
+            assert_right("oft.rebuild", arrays, dout, side="output", implementation="pallas_triton")
+
     @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
     def test_without_base_float32_factors_and_vmap(self, name):
         one, dout = problem(name, base=False)
@@ -313,13 +332,14 @@ class KernelsTest(parameterized.TestCase):
                 calls = dormouse_jax.explain(fn, arrays)
                 self.assertEqual([k for c in calls for k in c.kernels], kernels)
                 self.assertEqual({c.implementation for c in calls}, {"pallas_triton"})
-            arrays, _ = problem("oft.rebuild")
-            (found,) = dormouse_jax.explain(lambda x: call("oft.rebuild", x, side="output"), arrays)
-        self.assertEqual(found.passed_over, (("pallas_triton", "there are no kernels for oft.rebuild"),))
+            (found,) = dormouse_jax.explain(
+                lambda x: call("oft.bypass", x, side="input"), {"x": ones(4, 6), "P": ones(2, 3, 3)}
+            )
+        self.assertEqual(found.passed_over, (("pallas_triton", "there are no kernels for oft.bypass"),))
 
     @parameterized.named_parameters(
         ("bypass", "lora.bypass", {}, "there are no kernels for lora.bypass"),
-        ("oft", "oft.rebuild", {}, "there are no kernels for oft.rebuild"),
+        ("oft", "oft.rebuild", {"n": 3}, "the kernels take blocks of a power of two up to 64, and these are of 3"),
         ("rank", "loha.rebuild", {"r": 129}, "the kernels take ranks up to 128, and this is 129"),
     )
     def test_what_they_do_not_serve_is_refused_by_name_and_else_computed_by_xla(self, name, sizes, message):

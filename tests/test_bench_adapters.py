@@ -17,7 +17,7 @@ class AdaptersTest(parameterized.TestCase):
         known = adapters.arms()
         inputs = (op := operator(case.op)).inputs(case)
         want = op.oracle(case, inputs)
-        kernels = [known["pallas"]] if op.form == "rebuild" and op.family != "oft" else []
+        kernels = [known["pallas"]] if op.form == "rebuild" else []
         for arm in (*kernels, known["xla"], known["torch_eager"]):
             framework = runtimes.RUNTIMES[arm.framework]
             runtime = framework(op, case, arm, inputs)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels.adapters as kernels
-from dormouse_jax.reference import lokr, lora
+from dormouse_jax.reference import lokr, lora, oft
 from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products
 
@@ -22,8 +22,11 @@ def choose(operator: str, x: dict[str, Any], precision: str) -> Any:
       ValueError: there are none that serve the call.
     """
     family, form = operator.split(".")
-    if form == "bypass" or family == "oft":
+    if form == "bypass":
         raise ValueError(f"there are no kernels for {operator}")
+    if family == "oft":
+        O, I = x["base"].shape
+        return kernels.choose_block_diagonal(O, I, x["P"].shape[1], precision)
     if family == "lokr":
         W1, W2 = (_shape(x, name) for name in ("W1", "W2"))
         return kernels.choose_kronecker(W1, W2)
@@ -43,13 +46,20 @@ def rebuild(
     product: Products,
     x: dict[str, Any],
     *,
-    scale: float,
+    scale: float = 1.0,
     detach_norm: bool = True,
+    side: str = "",
+    neumann: bool = False,
     out_dtype: str,
     tiles: Any,
     interpret: bool,
 ) -> jax.Array:
-    """What the reference's `rebuild` gives, in out_dtype."""
+    """What the reference's `rebuild` gives, in out_dtype; options as the operators have them."""
+    if family == "oft":
+        D = product.round(oft.rotation(x["P"], neumann))
+        turned = {"axis": 0, "transpose": False} if side == "output" else {"axis": 1, "transpose": True}
+        common = {"precision": product.precision, "tiles": tiles, "interpret": interpret}
+        return kernels.block_diagonal.turn(x["base"], D, out_dtype=jnp.dtype(out_dtype), **turned, **common)
     common: dict[str, Any] = {"scale": scale, "out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
     if family == "lokr":
         W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))
@@ -73,12 +83,25 @@ def rebuild_backward(
     x: dict[str, Any],
     dout: jax.Array,
     *,
-    scale: float,
+    scale: float = 1.0,
     detach_norm: bool = True,
+    side: str = "",
+    neumann: bool = False,
     tiles: Any,
     interpret: bool,
 ) -> dict[str, jax.Array]:
     """What the reference's `rebuild_backward` gives."""
+    if family == "oft":
+        D, base = product.round(oft.rotation(x["P"], neumann)), x["base"]
+        common = {"precision": product.precision, "tiles": tiles, "interpret": interpret}
+        # W' = R^T W or W R^T: the block of dR is W G^T there and G^T W here.
+        axis, left, right = (0, base, dout) if side == "output" else (1, dout, base)
+        dR = kernels.block_diagonal.outer(left, right, D.shape[1], axis=axis, dtype=D.dtype, **common)
+        turned = {"axis": axis, "transpose": axis == 0, "out_dtype": jnp.dtype(jnp.float32)}
+        return {
+            "P": oft.backward_of_rotation(x["P"], dR, neumann),
+            "base": kernels.block_diagonal.turn(dout, D, **turned, **common),
+        }
     common: dict[str, Any] = {"scale": scale, "tiles": tiles, "interpret": interpret}
     if family == "lokr":
         W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))

@@ -39,13 +39,14 @@ def _horner(Q: jax.Array) -> list[jax.Array]:
     return found
 
 
-def _rotation(P: jax.Array, neumann: bool) -> jax.Array:
+def rotation(P: jax.Array, neumann: bool) -> jax.Array:
     """D = R - I [k, n, n]."""
     Q = _skew(P)
     return exact(_BLOCKS, Q, _horner(Q)[-1] if neumann else 2 * _inverse(Q))
 
 
-def _backward_of_rotation(P: jax.Array, dR: jax.Array, neumann: bool) -> jax.Array:
+def backward_of_rotation(P: jax.Array, dR: jax.Array, neumann: bool) -> jax.Array:
+    """The gradient of P from that of R."""
     Q = _skew(P)
     if neumann:
         dQ, d = jnp.zeros_like(Q), dR
@@ -60,7 +61,7 @@ def _backward_of_rotation(P: jax.Array, dR: jax.Array, neumann: bool) -> jax.Arr
 
 
 def rebuild(product: Products, x, *, side: str, neumann: bool):
-    D, base = _rotation(x["P"], neumann), x["base"]
+    D, base = rotation(x["P"], neumann), x["base"]
     k, n = D.shape[:2]
     if side == "output":
         turned = product("knm,kni->kmi", D, base.reshape(k, n, -1))
@@ -70,7 +71,7 @@ def rebuild(product: Products, x, *, side: str, neumann: bool):
 
 
 def rebuild_backward(product: Products, x, kept, dout, *, side: str, neumann: bool):
-    D, base, G = _rotation(x["P"], neumann), x["base"], dout
+    D, base, G = rotation(x["P"], neumann), x["base"], dout
     k, n = D.shape[:2]
     if side == "output":
         W, G = base.reshape(k, n, -1), G.reshape(k, n, -1)
@@ -78,7 +79,7 @@ def rebuild_backward(product: Products, x, kept, dout, *, side: str, neumann: bo
     else:
         W, G = base.reshape(-1, k, n), G.reshape(-1, k, n)
         dD, dW = product("okn,okm->knm", G, W), product("okn,knm->okm", G, D)
-    dP = _backward_of_rotation(x["P"], dD, neumann)
+    dP = backward_of_rotation(x["P"], dD, neumann)
     return {"P": dP, "base": layer.plus(dW.reshape(base.shape), dout)}
 
 
@@ -93,7 +94,7 @@ _FORTH, _BACK = "tkn,knm->tkm", "tkm,knm->tkn"
 
 
 def bypass(product: Products, x, *, side: str, neumann: bool):
-    D = _rotation(x["P"], neumann)
+    D = rotation(x["P"], neumann)
     if x["base"] is None:
         return _turn(product, x["x"], D, _FORTH), None
     if side == "input":
@@ -104,7 +105,7 @@ def bypass(product: Products, x, *, side: str, neumann: bool):
 
 
 def bypass_backward(product: Products, x, kept, dout, *, side: str, neumann: bool):
-    D = _rotation(x["P"], neumann)
+    D = rotation(x["P"], neumann)
     k, n = D.shape[:2]
     grads = {"bias": jnp.sum(f32(dout), axis=0)}
     if x["base"] is None:
@@ -117,7 +118,7 @@ def bypass_backward(product: Products, x, kept, dout, *, side: str, neumann: boo
     T = turned.shape[0]
     dD = product("tkn,tkm->knm", turned.reshape(T, k, n), of_turned.reshape(T, k, n))
     before = _turn(product, of_turned, D, _BACK)
-    grads["P"] = _backward_of_rotation(x["P"], dD, neumann)
+    grads["P"] = backward_of_rotation(x["P"], dD, neumann)
     if x["base"] is None or side == "input":
         return grads | {"x": before}
     return grads | layer.backward(product, x, jnp.zeros((), jnp.float32), before)

@@ -8,6 +8,7 @@ import math
 from pallas_kernels.backend_triton import MIN_CONTRACTION, PRECISIONS, ceil_pow2
 
 MAX_RANK = 128  # a tile holds whole ranks
+MAX_BLOCK = 64  # a tile holds whole blocks
 MAX_ELEMENTS = 2**31 - 1  # the Triton backend counts elements in 32 bits
 # Programs that sums over a weight are split into: two a multiprocessor of the largest cards. More of them would write
 # more parts.
@@ -66,6 +67,21 @@ def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> Tiles:
     """
     _require_countable(W1[0] * W2[0], W1[1] * W2[1])
     return Tiles(_cut(W2[0], 64), _cut(W2[1], 64))
+
+
+def choose_block_diagonal(O: int, I: int, n: int, precision: str) -> Tiles:
+    """The tiles of a weight [O, I] that blocks of n turn: rows along the turned axis, cols along the other.
+
+    Raises:
+      ValueError: the kernels do not serve it.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if n > MAX_BLOCK or n & (n - 1):
+        raise ValueError(f"the kernels take blocks of a power of two up to {MAX_BLOCK}, and these are of {n}")
+    _require_countable(O, I)
+    size = max(n, 32 if precision == "fp32" else 64)
+    return Tiles(size, 32 if precision == "fp32" else 64)
 
 
 def padded_rank(rank: int) -> int:
