@@ -230,8 +230,7 @@ def _refusal(asked: str, reason: Exception) -> NotImplementedError:
 def _triton_config(device: Device, interpret: bool, asked: str | None, D: int, precision: str) -> Any:
     """The configuration of the Triton kernels, or a NotImplementedError that says why they cannot serve the call."""
     require_triton(device, interpret)
-    if asked is None:
-        require_proven("attention", interpret)
+    require_proven("attention", interpret, named=asked is not None)
     try:
         return _kernels().choose_config(device.kind, D=D, precision=precision)
     except (ImportError, ValueError) as reason:
@@ -244,8 +243,7 @@ def _hopper_config(device: Device, interpret: bool, options: _Options, x: _Argum
     if asked == "pallas_triton":
         raise NotImplementedError("implementation='pallas_triton' was asked for")
     require_hopper(device, interpret, asked)
-    if asked != "pallas_mosaic":
-        require_proven("attention_hopper", interpret)
+    require_proven("attention_hopper", interpret, named=asked == "pallas_mosaic")
     Tq, Tk, D = x.q.shape[1], x.k.shape[1], x.q.shape[3]
     try:
         return _kernels().choose_hopper(D=D, Tq=Tq, Tk=Tk, precision=options.precision, packed=x.spans is not None)

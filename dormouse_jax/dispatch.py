@@ -133,10 +133,14 @@ def require_hopper(device: Device, interpret: bool, asked: str | None) -> None:
         raise NotImplementedError(f"Hopper kernels need compute capability {HOPPER}, and this is {device.kind}")
 
 
-def require_proven(feature: str, interpret: bool) -> None:
-    """Raises a NotImplementedError for a feature of UNPROVEN, but for interpret mode."""
+def require_proven(feature: str, interpret: bool, *, named: bool = False) -> None:
+    """Raises a NotImplementedError for a feature of UNPROVEN, but for interpret mode. named: whether the call asks for
+    it by name, so that it is to run all the same, with one warning."""
     if feature in UNPROVEN and not interpret:
-        raise NotImplementedError(f"{UNPROVEN[feature]} were not held to the oracle on a GPU yet")
+        reason = f"{UNPROVEN[feature]} were not held to the oracle on a GPU yet"
+        if not named:
+            raise NotImplementedError(reason)
+        warn_once(f"running what was asked for by name: {reason}")
 
 
 def warn_once(message: str) -> None:

@@ -359,7 +359,9 @@ class KernelsTest(parameterized.TestCase):
             with self.assertWarnsRegex(RuntimeWarning, "lokr.rebuild: taking 'xla', not 'pallas_triton': the adapter"):
                 chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, None)
             self.assertEqual(chosen, "xla")
-            chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, "pallas")
+            dispatch._warned.clear()
+            with self.assertWarnsRegex(RuntimeWarning, "asked for by name: the adapter kernels were not held"):
+                chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, "pallas")
             self.assertEqual(chosen, "pallas_triton")
 
     def test_by_name_without_a_gpu(self):

@@ -175,8 +175,7 @@ def _choose(
         require_triton(device, interpret)
         config = _config(operator, x, precision)
         serves = True
-        if asked is None:
-            require_proven("adapters", interpret)
+        require_proven("adapters", interpret, named=asked is not None)
         return "pallas_triton", config, ()
     except NotImplementedError as reason:
         if asked is not None:
