@@ -311,8 +311,10 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
             of_chunk |= {"same_heads": x.q.shape[2] == HV, "dtype": str(x.q.dtype)}
             of_chunk |= {"plain": operator == "kda" and not packed and no_starts}
             any_raw = raw is not None and any(dataclasses.astuple(raw))
+            shown = x.q.dtype == jnp.bfloat16 and K == V and K in (64, 128) and options.chunk_size is None
+            shown = shown and x.initial_state is None and not options.output_final_state
             sizes_and_packed = sizes | {"packed": packed}
-            config, passed_over = _kernel_config(device, interpret, asked, sizes_and_packed, of_chunk, any_raw)
+            config, passed_over = _kernel_config(device, interpret, asked, sizes_and_packed, of_chunk, any_raw, shown)
             on_mosaic = config != config.on_triton()
             return plan("pallas_mosaic" if on_mosaic else "pallas_triton", config, passed_over, raw=raw)
         except NotImplementedError as reason:
@@ -328,12 +330,19 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
 
 
 def _kernel_config(
-    device: Device, interpret: bool, asked: str | None, sizes: dict[str, Any], of_chunk: dict[str, Any], any_raw: bool
+    device: Device,
+    interpret: bool,
+    asked: str | None,
+    sizes: dict[str, Any],
+    of_chunk: dict[str, Any],
+    any_raw: bool,
+    shown: bool,
 ) -> tuple[Any, list[tuple[str, str]]]:
     """The configuration of the kernels, whose fields name the backend of each, and what was passed over; or a
     NotImplementedError that says why they cannot serve the call.
 
     of_chunk: what `hopper_chunk_refusal` wants to know. any_raw: whether the kernels get anything raw.
+    shown: whether a GPU has shown the serial Hopper kernels to be right with calls of this kind.
     """
     require_triton(device, interpret)
     try:
@@ -352,8 +361,8 @@ def _kernel_config(
     try:
         require_hopper(device, interpret, asked)
         serial_refusal = kernels.hopper_refusal(**of_serial)
-        if config.serial == "mosaic" and sizes["precision"] == "fp32":
-            require_proven("hopper_fp32", interpret)
+        if serial_refusal is None and config.serial == "mosaic":
+            serial_refusal = _why_unproven(interpret, sizes, shown and sizes["T"] % config.chunk_size == 0)
         if asked == "pallas_mosaic" and serial_refusal is not None:
             raise NotImplementedError(serial_refusal)
     except NotImplementedError as reason:
@@ -367,6 +376,18 @@ def _kernel_config(
     refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
     config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))
     return config, [("pallas_mosaic", why) for why in dict.fromkeys(refused.values())]
+
+
+def _why_unproven(interpret: bool, sizes: dict[str, Any], shown: bool) -> str | None:
+    """Why the serial Hopper kernels are not to be chosen yet on a GPU for a call that they serve, or None."""
+    try:
+        if sizes["precision"] == "fp32":
+            require_proven("hopper_fp32", interpret)
+        elif not shown:
+            require_proven("hopper", interpret)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
 
 
 def _kernels() -> Any:
