@@ -18,6 +18,10 @@ _records: dict[str, OperatorCall] = {}
 # The primitives that launch kernels: of Pallas's Triton backend and of Mosaic GPU.
 _LAUNCHES = ("pallas_call", "mpmd_map")
 
+# What JAX may move out of a loop when it differentiates it, since it is the same in every turn, leaving it under the
+# name of the call that it was part of.
+_LAYOUT = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
+
 
 @dataclasses.dataclass(frozen=True)
 class OperatorCall:
@@ -100,9 +104,11 @@ def _operator_calls(jaxpr: Any) -> Iterator[OperatorCall]:
         if call is None:
             for inner in _inner_jaxprs(eqn.params):
                 yield from _operator_calls(inner)
-        else:
-            kernels = tuple(name for inner in _inner_jaxprs(eqn.params) for name in _kernels(inner))
-            yield dataclasses.replace(call, kernels=kernels)
+            continue
+        bodies = list(_inner_jaxprs(eqn.params))
+        if all(inner.primitive.name in _LAYOUT for body in bodies for inner in _open(body).eqns):
+            continue
+        yield dataclasses.replace(call, kernels=tuple(name for body in bodies for name in _kernels(body)))
 
 
 def _kernels(jaxpr: Any) -> Iterator[str]:

@@ -86,6 +86,20 @@ class ExplainTest(parameterized.TestCase):
         self.assertIn(f"kernels: {', '.join(forward.kernels)}", str(forward))
         self.assertIn("chunk_size", str(forward))
 
+    def test_what_jax_moves_out_of_a_loop_is_no_call(self):
+        raw = helpers.problem("kda", Shape(T=20, K=8, V=8, H=2, HV=2)).inputs | {
+            "A_log": jnp.zeros(2),
+            "dt_bias": jnp.zeros(16),
+        }
+
+        def looped(inputs):
+            fn = functools.partial(loss, use_gate_in_kernel=True)
+            return jax.lax.scan(lambda c, q: (c + fn(inputs | {"q": q}), None), 0.0, inputs["q"][None])[0]
+
+        with dormouse_jax.interpret_kernels():
+            got = self.found(jax.grad(looped), raw)
+        self.assertEqual(got, [("kda", "pallas_triton", "forward"), ("kda", "pallas_triton", "backward")])
+
     def test_two_operators_in_program_order(self):
         general = helpers.problem("gdn2", Shape(T=20, K=8, V=8)).inputs
 

@@ -15,8 +15,8 @@ from dormouse_jax import validation as check
 from dormouse_jax.kda import kda
 from dormouse_jax.step import kda_step
 
-# How the projections are multiplied under the precisions of `kda`.
-_PROJECTIONS = {
+# How projections are multiplied under the precisions of the operators.
+PROJECTIONS = {
     "fp32": lax.Precision.HIGHEST,
     "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
     "16bit": lax.Precision.DEFAULT,
@@ -60,6 +60,7 @@ class KimiDeltaAttention(nnx.Module):
       dtype: in which the layer computes, and returns y: float32, bfloat16 or float16.
       param_dtype: of the projections and convolutions; A_log, dt_bias and the norm's weight are always float32.
       precision: of the matrix products, projections included: "fp32", "tf32" or "16bit", as in `kda`.
+      residuals: what `kda` keeps for the backward, "recompute" or "save".
       implementation: of `kda` and `kda_step`; "recurrent", "xla", "pallas", …
       rngs: `nnx.Rngs` for the initial values.
 
@@ -87,6 +88,7 @@ class KimiDeltaAttention(nnx.Module):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         precision: str | None = None,
+        residuals: str = "recompute",
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -111,7 +113,8 @@ class KimiDeltaAttention(nnx.Module):
         self.precision = choices[0] if precision is None else precision
         check.require_choice(operator, "precision", self.precision, choices)
         self.hidden_size, self.conv_size = hidden_size, conv_size
-        self.implementation = implementation
+        check.require_choice(operator, "residuals", residuals, ("recompute", "save"))
+        self.residuals, self.implementation = residuals, implementation
         self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
 
         def linear(rows: int, columns: int, use_bias: bool = False) -> nnx.Linear:
@@ -121,7 +124,7 @@ class KimiDeltaAttention(nnx.Module):
                 use_bias=use_bias,
                 dtype=self.dtype,
                 param_dtype=param_dtype,
-                precision=_PROJECTIONS[self.precision],
+                precision=PROJECTIONS[self.precision],
                 rngs=rngs,
             )
 
@@ -194,6 +197,7 @@ class KimiDeltaAttention(nnx.Module):
             **self._gates(),
             segment_ids=segment_ids,
             precision=self.precision,
+            residuals=self.residuals,
             implementation=self.implementation,
         )
         return self._output(o, x), Cache(*windows, state)  # pyright: ignore[reportArgumentType]
@@ -234,7 +238,7 @@ class KimiDeltaAttention(nnx.Module):
           state_dict: that of the PyTorch layer, or of a model around it: NumPy arrays or PyTorch tensors by name.
           prefix: what names of this layer start with, such as "model.layers.3.attn."; other names are left alone.
           options: arguments of this class that the weights do not tell: allow_neg_eigval, lower_bound, norm_eps, dtype,
-            param_dtype, precision, implementation.
+            param_dtype, precision, residuals, implementation.
 
         Raises:
           ValueError: a weight is missing, has another shape than the others imply, or has no place in the layer.
