@@ -116,9 +116,13 @@ def _kda_grads(
     kT = normalised(k_tile, 1)
     blocks = C > BLOCK
 
+    def rounded(x):
+        """x as operands have it; behind a barrier, for the compiler would read one by one what it has just packed."""
+        return bm.settled(x.astype(op))
+
     (suffix,) = sums(gT, "suffix")
     down = exp(suffix)
-    end = (kT * down).astype(op)
+    end = rounded(kT * down)
     acc_k = product((bm.transpose(ds_tile), bm.transpose(u_tile)))
     if blocks:
         acc_k *= exp(sums(gT, "rest")[0])
@@ -131,8 +135,8 @@ def _kda_grads(
     up, anchor = exp(prefix), exp(jnp.minimum(-prefix, limit))
     slow = jnp.max(-prefix, axis=0) > limit
     fast = bm.spread_columns(jnp.where(slow, 0.0, 1.0), shape)
-    E, far_key = (beta_of * kT * up).astype(op), (kT * anchor).astype(op)
-    Q = (normalised(q_tile, 0) * scale * up).astype(op)
+    E, far_key = rounded(beta_of * kT * up), rounded(kT * anchor)
+    Q = rounded(normalised(q_tile, 0) * scale * up)
     base = exp(sums(gT, "base")[0]) if blocks else 1.0
 
     def earlier(total, part):

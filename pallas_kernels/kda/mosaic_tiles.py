@@ -103,8 +103,8 @@ class Tiles:
     def sums(self, value: jax.Array, *names: str | tuple[str, ...]) -> list[jax.Array]:
         """Sums of a tile over tokens by the masks of these names, from two 16-bit pieces: to 2^-17. A tuple of names:
         by all of them together."""
-        high = value.astype(self.op)
-        pieces = self.operand("a", value - high.astype(jnp.float32)), self.operand("b", value)
+        high = bm.settled(value.astype(self.op))
+        pieces = self.operand("a", value - high.astype(jnp.float32)), self.operand("b", high)
         groups = [name if isinstance(name, tuple) else (name,) for name in names]
         return [self.product(*((x, self._mask(name)) for x in pieces for name in group)) for group in groups]
 
