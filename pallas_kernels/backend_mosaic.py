@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
 
 # Registers a thread, of 65536 a multiprocessor: warpgroups that only copy leave theirs to two that multiply.
 _COPY_REGISTERS = 40
@@ -282,6 +286,77 @@ def load_row(ref: Any, shape: tuple[int, int]) -> jax.Array:
     """A 1D ref in device memory as every row of an array of this shape."""
     row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(row, shape, (1,))
+
+
+def invert_blocks(blocks: jax.Array, interpret: bool) -> jax.Array:
+    """(I + A)^-1 for four strictly lower matrices A [16, 16] one below the other: float32 [64, 16], spread over the
+    registers as accumulators are. Every warp has one, and takes it by forward substitution, M_i = e_i - sum_j A_ij M_j.
+
+    Interpret mode, which knows no warps, does the same on whole arrays.
+    """
+    if interpret:
+        a = blocks.reshape(4, 16, 16)
+        found = jnp.broadcast_to(jnp.eye(16), a.shape)
+        for j in range(15):
+            found = found - a[:, :, j, None] * found[:, j, None, :]
+        return found.reshape(blocks.shape)
+    layout = plgpu.Layout.WGMMA
+    return plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(blocks.shape, jnp.float32, layout=layout)
+    )(_substitute)(blocks)
+
+
+def _substitution() -> str:
+    """The instructions of `invert_blocks`, M in operands 0 to 7 from A in 8 to 15, both in this order: columns from 0
+    or 8, rows from 0 or 8, column. Lane l has rows l / 4 and 8 more, columns 2 (l % 4) and 1 more."""
+    M, A = (
+        {(t, h, e): f"${first + 4 * t + 2 * h + e}" for t in (0, 1) for h in (0, 1) for e in (0, 1)} for first in (0, 8)
+    )
+    lines = [
+        "{ .reg .b32 lane, row, quad, first, from; .reg .f32 a0, a1, m; .reg .pred p;",
+        "mov.u32 lane, %laneid; shr.u32 row, lane, 2; and.b32 quad, lane, 3; and.b32 first, lane, 28;",
+    ]
+    for (t, h, e), m in M.items():
+        if t == h:
+            lines += [f"shl.b32 from, quad, 1; add.u32 from, from, {e}; setp.eq.u32 p, from, row;"]
+            lines += [f"selp.f32 {m}, 0f3F800000, 0f00000000, p;"]
+        else:
+            lines += [f"mov.f32 {m}, 0f00000000;"]
+    for j in range(15):
+        half, place = divmod(j, 8)
+        halves = (0, 1) if j < 7 else (1,)  # Of the rows: those with a row below j.
+        lines += [f"add.u32 from, first, {place // 2};"]
+        for h in halves:
+            lines += [f"shfl.sync.idx.b32 a{h}, {A[half, h, place % 2]}, from, 31, -1; neg.f32 a{h}, a{h};"]
+        lines += [f"add.u32 from, quad, {4 * place};"]
+        for t in range(half + 1):
+            for e in (0, 1):
+                lines += [f"shfl.sync.idx.b32 m, {M[t, half, e]}, from, 31, -1;"]
+                lines += [f"fma.rn.f32 {M[t, h, e]}, a{h}, m, {M[t, h, e]};" for h in halves]
+    return "\n".join([*lines, "}"])
+
+
+def _substitute(_, blocks):
+    f32 = ir.F32Type.get()
+    pairs = blocks.registers
+    assert pairs.size == 4, pairs.shape
+    numbers = [
+        vector.extract(pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
+        for pair in pairs.flatten()
+        for e in (0, 1)
+    ]
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * 8),
+        numbers,
+        _substitution(),
+        ",".join(["=&f"] * 8 + ["f"] * 8),
+        has_side_effects=True,
+    )
+    found = [llvm.extractvalue(f32, found, [i]) for i in range(8)]
+    made = np.empty(4, np.dtype(object))
+    for i in range(4):
+        made[i] = vector.from_elements(ir.VectorType.get((2,), f32), found[2 * i : 2 * i + 2])
+    return mosaic_gpu.FragmentedArray(_registers=made.reshape(pairs.shape), _layout=blocks.layout, _is_signed=None)
 
 
 def strip_order(index: jax.Array, m_tiles: int, n_tiles: int, width: int) -> tuple[jax.Array, jax.Array]:

@@ -77,8 +77,7 @@ def _prepare(
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
     if matrices is None:
         assert not any(dataclasses.astuple(raw))
-        P, M, W, Qhat, Ktil, Y, decay = mosaic_prepare.prepare(*arguments, **options)
-        return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
+        matrices = (*mosaic_prepare.matrices(*arguments, **options), None)
     P, M, norms = matrices
     W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(*arguments, matrices, A_log, dt_bias, raw=raw, **options)
     return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, norms)
