@@ -302,7 +302,7 @@ def invert_blocks(blocks: jax.Array, interpret: bool) -> jax.Array:
         return found.reshape(blocks.shape)
     layout = plgpu.Layout.WGMMA
     return plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(blocks.shape, jnp.float32, layout=layout)
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(blocks.shape, blocks.dtype, layout=layout)
     )(_substitute)(blocks)
 
 
