@@ -1,6 +1,6 @@
 """P and M of KDA's chunks for Hopper, on Pallas's Mosaic GPU backend, for bfloat16 operands: names as in `forward`.
 
-A program holds 64 tokens, two chunks or four, and 32 key channels at a time. Tiles have tokens as rows, so that decayed
+A program holds 64 tokens, two chunks or four, and 64 key channels at a time. Tiles have tokens as rows, so that decayed
 queries and keys go into products straight from registers. Sums of log-decays over tokens are products of 0/1 matrices
 with two bfloat16 pieces of g. Of P and A only the blocks of 16 on and left of the diagonal are kept, as [64, 16]: a
 warp's rows are those of one block, which it inverts by itself, in float32.
@@ -23,7 +23,7 @@ from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.mosaic_tiles import LOG2_E, ROWS, check_sizes
 from pallas_kernels.kda.sizes import Sizes
 
-SLAB = 32  # Key channels that a program has in registers.
+SLAB = 64  # Key channels that a program has in registers.
 PIECES = 3  # Of a factor where blocks are merged: 24 bits, as float32 has.
 
 
