@@ -31,6 +31,8 @@ GROUPS = 2  # warpgroups that multiply
 _COPIER = GROUPS
 # Products of the pieces of two operands, the smallest first.
 PAIRS = {1: ((0, 0),), 3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))}
+# Bytes of what blocks walk over, of all heads together, that stay in the L2 cache beside all else.
+_CACHED = 24 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,18 @@ def in_pieces(x: jax.Array, pieces: int, dtype: Any) -> list[jax.Array]:
     return found
 
 
+def head_and_block(blocks: int, heads: int, walked: int) -> tuple[jax.Array, jax.Array]:
+    """Which head a program serves, and which of the blocks of that head.
+
+    walked: bytes of what the blocks of all heads walk over. Where these stay in the cache, the first block of every
+    head comes before the second of any, so that the shortest fill the card at the end; otherwise all blocks of a head
+    come together, which read the same.
+    """
+    if walked <= _CACHED:
+        return lax.rem(bm.program(), heads), lax.div(bm.program(), heads)
+    return lax.div(bm.program(), blocks), lax.rem(bm.program(), blocks)
+
+
 def _kernel(
     *refs, q_tiles, k_tiles, v_tiles, o_tiles, lse_rows, q_full, k_full, k_empty, v_full, v_empty, turn, call: _Call,
     left: Any = None,
@@ -70,9 +84,9 @@ def _kernel(
     sizes, tiles, pieces = call.sizes, call.tiles, call.pieces
     q_refs, k_refs, v_refs = refs[:pieces], refs[pieces : 2 * pieces], refs[2 * pieces : 3 * pieces]
     o_ref, lse_ref = refs[-2:]
-    head = lax.div(bm.program(), call.query_tiles)
-    # The longest rows first, so that short ones fill the card at the end.
-    tile = call.query_tiles - 1 - lax.rem(bm.program(), call.query_tiles)
+    walked = 2 * pieces * sizes.B * sizes.HK * sizes.Tk * sizes.D * k_tiles.dtype.itemsize
+    head, tile = head_and_block(call.query_tiles, sizes.B * sizes.H, walked)
+    tile = call.query_tiles - 1 - tile  # The longest rows first.
     batch, head = lax.div(head, sizes.H), lax.rem(head, sizes.H)
     first = tile * (GROUPS * ROWS)
     ahead = sizes.Tk - sizes.Tq

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.attention.config import HopperTiles
-from pallas_kernels.attention.mosaic import GROUPS, PAIRS, ROWS, in_pieces
+from pallas_kernels.attention.mosaic import GROUPS, PAIRS, ROWS, head_and_block, in_pieces
 from pallas_kernels.attention.sizes import Sizes
 from pallas_kernels.backend_triton import LOG2_E
 from pallas_kernels.gemm.mosaic import split
@@ -67,8 +67,10 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, numbers, a_full, full, empty, ca
     sizes, width, stages, pieces = call.sizes, call.tiles.k, call.tiles.stages, call.pieces
     a_refs, b_refs = refs[: 2 * pieces], refs[2 * pieces : 4 * pieces]
     number_refs, out_refs = refs[4 * pieces : 4 * pieces + 2], refs[4 * pieces + 2 :]
-    index, block = lax.div(bm.program(), call.blocks), lax.rem(bm.program(), call.blocks)
-    if not call.keys:  # the longest rows first, so that short ones fill the card at the end
+    heads_of_columns = sizes.H if call.keys else sizes.HK
+    walked = 2 * pieces * sizes.B * heads_of_columns * call.columns * sizes.D * b_tiles.dtype.itemsize
+    index, block = head_and_block(call.blocks, sizes.B * call.heads, walked)
+    if not call.keys:  # the longest rows first
         block = call.blocks - 1 - block
     batch, head = lax.div(index, call.heads), lax.rem(index, call.heads)
     first, ahead = block * (GROUPS * ROWS), sizes.Tk - sizes.Tq
