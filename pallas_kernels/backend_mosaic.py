@@ -109,6 +109,12 @@ def rows(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype)
 
 
+def one_of(*scratch: Any) -> Any:
+    """Shared memory that is one of these at a time: a body gets a ref to each. What is written through one must not be
+    read through another."""
+    return plgpu.RefUnion(*scratch)
+
+
 def barriers(number: int | None, arrivals: int) -> Any:
     """Barriers of this block's warpgroups and copies, each complete after so many arrivals; None: one, not an array."""
     if number is None:
@@ -282,10 +288,14 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
+def load_line(ref: Any) -> jax.Array:
+    """A 1D ref, laid out as a sum over rows is."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+
 def load_row(ref: Any, shape: tuple[int, int]) -> jax.Array:
-    """A 1D ref in device memory as every row of an array of this shape."""
-    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(row, shape, (1,))
+    """A 1D ref as every row of an array of this shape."""
+    return lax.broadcast_in_dim(load_line(ref), shape, (1,))
 
 
 def invert_blocks(blocks: jax.Array, interpret: bool) -> jax.Array:

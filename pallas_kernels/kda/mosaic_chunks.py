@@ -31,8 +31,7 @@ def _kda_grads(
     q, k, v, g, do, beta, M, S, dS, U, dU, decay, *refs,
     sizes: Sizes, raw: Raw, scale: float, limit: float, op, always_exact: bool, interpret: bool,
     q_tile, k_tile, g_tile, v_tile, both, m_tile, s_tile, ds_tile, u_tile, du_tile, beta_row, decay_row,
-    masks, near, far, loaded, given_g: Any = None, norm_rows: Any = None, gate_rows: Any = None, shares: Any = None,
-    **left,
+    masks, near, far, loaded, given_g: Any = None, row_sums: Any = None, gate_rows: Any = None, **left,
 ):  # fmt: skip
     """refs: o and norms where q and k come raw; exp(A_log) and dt_bias where g does; the results dq, dk, dv, dg, dbeta;
     and what the chunk adds to dA_log and ddt_bias, by key channel, where g comes raw."""
@@ -45,17 +44,20 @@ def _kda_grads(
     b, h, tokens, channels = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * C, C), pl.ds(tile * ROWS, ROWS)
     shape = (ROWS, C)
     f32 = jnp.float32
+    if raw.gate and g.dtype != f32:  # They share memory: g is read before `near` is written, dg written afterwards.
+        near, given_g = near
+    given_g = g_tile if given_g is None else given_g
 
     copies = [
         (q.at[b, tokens, h, channels], q_tile), (k.at[b, tokens, h, channels], k_tile),
-        (g.at[b, tokens, h, channels], g_tile if given_g is None else given_g), (v.at[b, tokens, h], v_tile),
+        (g.at[b, tokens, h, channels], given_g), (v.at[b, tokens, h], v_tile),
         (do.at[b, tokens, h], both.at[pl.ds(0, C)]),
         (M.at[head, n], m_tile), (S.at[head, n, :, channels], s_tile), (dS.at[head, n, :, channels], ds_tile),
         (U.at[head, n], u_tile), (dU.at[head, n], du_tile), (beta.at[head, n], beta_row),
         (decay.at[head, n, 0, channels], decay_row),
     ]  # fmt: skip
     if raw.l2norm:  # o lies where dR comes later
-        copies += [(o.at[b, tokens, h], both.at[pl.ds(C, C)]), (norms.at[head, n], norm_rows)]
+        copies += [(o.at[b, tokens, h], both.at[pl.ds(C, C)]), (norms.at[head, n], row_sums.at[0, pl.ds(0, 2 * C)])]
     if raw.gate:
         copies += [(gate.at[h, :, channels], gate_rows)]
     for source, target in copies:
@@ -70,48 +72,62 @@ def _kda_grads(
     bm.commit()
     bm.wait(loaded)
 
-    # The value side.
+    # The value side. Rows of `both` below C: do. Those from C on: dR.
     beta_of = bm.load_row(beta_row, shape)
-    q_dq = bm.row_zeros(C)
-    if raw.l2norm:  # o is linear in q, so that q . dq is o . do
-        for s in range(bv // ROWS):
-            halves = (bm.load_transposed(both.at[half, pl.ds(s * ROWS, ROWS)]) for half in (pl.ds(0, C), pl.ds(C, C)))
-            q_dq += jnp.sum(functools.reduce(jnp.multiply, (x.astype(f32) for x in halves)), axis=0)
+    P, A = pl.ds(0, C), pl.ds(C, C)
+    slabs = [pl.ds(s * ROWS, ROWS) for s in range(bv // ROWS)]
+    value_share, diagonals = bm.row_zeros(C), raw.l2norm or raw.gate
+    if diagonals:  # Sums over value columns are diagonals of products.
+        of_slabs = [[(bm.transpose(du_tile.at[:, rows]), m_tile)] for rows in slabs]
+        if raw.l2norm:  # o is linear in q, so that q . dq is o . do.
+            do_o, *dR = on.products([(both, bm.transpose(both.at[A]))], *of_slabs)
+        else:
+            dR = on.products(*of_slabs)
+        for rows, x in zip(slabs, dR, strict=True):
+            bm.store_transposed(both.at[A, rows], x.astype(op))
         bm.commit()
-    value_share = bm.row_zeros(C)
-    for s in range(bv // ROWS):
-        rows = pl.ds(s * ROWS, ROWS)
-        dR = product((bm.transpose(du_tile.at[:, rows]), m_tile))
-        bm.store_transposed(both.at[pl.ds(C, C), rows], dR.astype(op))
-        value_share += jnp.sum(bm.load_transposed(v_tile.at[:, rows]).astype(f32) * dR, axis=0)
-        bm.store_transposed(v_tile.at[:, rows], (beta_of * dR).astype(op))
-    bm.commit()
+        D, dR_v = on.products([(both, bm.transpose(u_tile))], [(both, bm.transpose(v_tile))])
+        for rows, x in zip(slabs, dR, strict=True):
+            bm.store_transposed(v_tile.at[:, rows], (beta_of * x).astype(op))
+    else:
+        for rows in slabs:
+            dR = product((bm.transpose(du_tile.at[:, rows]), m_tile))
+            bm.store_transposed(both.at[A, rows], dR.astype(op))
+            value_share += jnp.sum(bm.load_transposed(v_tile.at[:, rows]).astype(f32) * dR, axis=0)
+            bm.store_transposed(v_tile.at[:, rows], (beta_of * dR).astype(op))
+        bm.commit()
+        D = product((both, bm.transpose(u_tile)))
 
     # Rows i below C: dP_ij. Rows from C on: dR_i U_j = -dA_ij.
-    D = product((both, bm.transpose(u_tile)))
     i = lax.rem(row, C)
     in_block = lax.div(i, BLOCK) == lax.div(col, BLOCK)
     D = jnp.where(row < C, D, -D)
     D = jnp.where(row < 2 * C, D, 0.0)
+    if raw.gate:
+        gT = gates.log_decay(bm.load_transposed(given_g).astype(f32))
+        bm.commit()
     near[...] = jnp.where(in_block & (i > col), D, 0.0).astype(op)
     far[...] = jnp.where(lax.div(i, BLOCK) > lax.div(col, BLOCK), D, 0.0).astype(op)
-    on_diagonal = jnp.sum(jnp.where(row == col, D, 0.0), axis=0)
-    minus_U_dR = jnp.sum(jnp.where(row == C + col, D, 0.0), axis=0)
+    if diagonals:
+        for which, x in ((1, D), (2, jnp.where(row < C, do_o, dR_v) if raw.l2norm else dR_v)):
+            row_sums.at[which][...] = jnp.sum(jnp.where(i == col, x, 0.0), axis=1)
+    else:
+        on_diagonal = jnp.sum(jnp.where(row == col, D, 0.0), axis=0)
     bm.commit()
-    P, A = pl.ds(0, C), pl.ds(C, C)
 
     # The key side. Its order keeps few tiles alive at a time.
-    raw_g = g_tile if given_g is None else given_g
-    gT = gates.log_decay(bm.load_transposed(raw_g).astype(f32))
-    if given_g is None and raw.gate:
-        kept_g = bm.load_transposed(g_tile)
+    if not raw.gate:
+        gT = gates.log_decay(bm.load_transposed(given_g).astype(f32))
     bm.store_transposed(g_tile, D)  # For the exact path, which reads columns of dP and dA.
     bm.commit()
     S_T, do_T, dR_T = bm.transpose(s_tile), bm.transpose(both.at[P]), bm.transpose(both.at[A])
 
+    def sums_row(which, part):
+        return bm.load_row(row_sums.at[which, A if part else P], shape)
+
     def normalised(tile, which):
         x = bm.load_transposed(tile).astype(f32)
-        return x * bm.load_row(norm_rows.at[which], shape) if raw.l2norm else x
+        return x * sums_row(0, which) if raw.l2norm else x
 
     kT = normalised(k_tile, 1)
     blocks = C > BLOCK
@@ -204,7 +220,7 @@ def _kda_grads(
     steps = BLOCK if always_exact else any_slow.astype(jnp.int32) * BLOCK
     _, dqT, deT, dkT, dG = lax.fori_loop(0, steps, exact, (bm.zeros(shape), dqT, deT, dkT, dG))
 
-    diagonal = bm.spread_columns(on_diagonal, shape)
+    diagonal = sums_row(1, 0) if diagonals else bm.spread_columns(on_diagonal, shape)
     (later,) = sums(dG, ("suffix", "rest") if C > BLOCK else "suffix")
     share = jnp.sum(kT * deT, axis=0)
 
@@ -214,36 +230,35 @@ def _kda_grads(
             return found
         # q . dq and k . dk over all channels, of which a program has a part, from the value side. qT is scaled, and so
         # is o; without a scale o is 0, and so is the sum.
-        found -= qT * (bm.spread_columns(q_dq, shape) * (1.0 / scale if scale else 0.0))
-        return found * bm.load_row(norm_rows.at[0], shape)
+        return (found - qT * (sums_row(2, 0) * (1.0 / scale if scale else 0.0))) * sums_row(0, 0)
 
     def dk_of_tile():
         found = dkT + diagonal * qT + beta_of * deT
         if not raw.l2norm:
             return found
-        found += kT * (beta_of * bm.spread_columns(value_share, shape) + 2.0 * bm.spread_columns(minus_U_dR, shape))
-        return found * bm.load_row(norm_rows.at[1], shape)
+        return (found + kT * (beta_of * sums_row(2, 1) + 2.0 * sums_row(1, 1))) * sums_row(0, 1)
 
     def dg_of_tile():
         return dG + later + bm.spread_rows(leaving, shape)
 
     if raw.gate:
-        given = kept_g if given_g is None else bm.load_transposed(given_g).astype(f32)
-        dgT, dA_share, bias_share = gates.gradients(given, gT, dg_of_tile())
+        dgT, dA_share, bias_share = gates.gradients(gT, dg_of_tile())
     # Results take the place of the inputs that they belong to, once every warp has read the last of those.
     bm.commit()
     bm.store_transposed(q_tile, dq_of_tile().astype(op))
     bm.store_transposed(k_tile, dk_of_tile().astype(op))
-    bm.store_transposed(raw_g, (dgT if raw.gate else dg_of_tile()).astype(raw_g.dtype))
+    bm.store_transposed(given_g, (dgT if raw.gate else dg_of_tile()).astype(given_g.dtype))
+    if diagonals:
+        value_share = bm.load_line(row_sums.at[2, A])
     beta_row[...] = share + jnp.where(tile == 0, 1.0, 0.0) * value_share
     if raw.gate:
-        shares.at[0][...], shares.at[1][...] = dA_share, bias_share
+        gate_rows.at[0][...], gate_rows.at[1][...] = dA_share, bias_share
     outputs = [
         (q_tile, dq.at[b, tokens, h, channels]), (k_tile, dk.at[b, tokens, h, channels]),
-        (raw_g, dg.at[b, tokens, h, channels]), (beta_row, dbeta.at[head, tile, n]),
+        (given_g, dg.at[b, tokens, h, channels]), (beta_row, dbeta.at[head, tile, n]),
     ]  # fmt: skip
     if raw.gate:
-        outputs.append((shares, dgate[0].at[head, n, :, channels]))
+        outputs.append((gate_rows, dgate[0].at[head, n, :, channels]))
     bm.copy_buffers_out(outputs)
 
     @pl.when(tile == 0)
@@ -294,7 +309,7 @@ def _kda_prepare(
         up, down = up * exp(base), down * exp(rest)
     kT, qT = bm.load_transposed(k_tile).astype(f32), bm.load_transposed(q_tile).astype(f32)
     if raw.l2norm:
-        kT, qT = kT * bm.load_row(norm_rows.at[1], shape), qT * bm.load_row(norm_rows.at[0], shape)
+        kT, qT = kT * bm.load_row(norm_rows.at[pl.ds(C, C)], shape), qT * bm.load_row(norm_rows.at[pl.ds(0, C)], shape)
     W_T = on.product((on.operand("a", beta_of * kT * up), M_T))
     decay_row[...] = jnp.sum(jnp.where(on.col == C - 1, up, 0.0), axis=1)
     bm.store_transposed(w_tile, W_T.astype(op))
@@ -333,9 +348,9 @@ def _raw_inputs(raw: Raw, sizes: Sizes, matrices, A_log, dt_bias, o=None) -> tup
     """What the kernels take besides where inputs come raw, and the scratch for it."""
     inputs: list[jax.Array] = [] if o is None else [o]
     scratch: dict[str, Any] = {}
-    if raw.l2norm:
-        inputs.append(matrices[2].swapaxes(-1, -2))
-        scratch["norm_rows"] = bm.rows((2, sizes.C), jnp.float32)
+    if raw.l2norm:  # The norms of a chunk's queries, and then of its keys.
+        norms = matrices[2].swapaxes(-1, -2)
+        inputs.append(norms.reshape(*norms.shape[:2], 2 * sizes.C))
     if raw.gate:
         inputs.append(gate_rows(A_log, dt_bias, sizes))
         scratch["gate_rows"] = bm.rows((2, ROWS), jnp.float32)
@@ -362,6 +377,7 @@ def prepare(q, k, v, g, beta, matrices, A_log=None, dt_bias=None, *, scale, conf
     op, shape = q.dtype, jax.ShapeDtypeStruct
     inputs = [q, k, v, g, beta_rows(strength(beta, raw), sizes), matrices[1]]
     more, scratch = _raw_inputs(raw, sizes, matrices, A_log, dt_bias)
+    scratch |= {"norm_rows": bm.rows((2 * C,), jnp.float32)} if raw.l2norm else {}
     inputs += more
     outputs = [shape((heads, nt, C, bk), op)] * 3
     outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
@@ -424,8 +440,11 @@ def gradients(
         "far": bm.tiles((ROWS, C), op, within),
         "loaded": bm.barriers(None, len(inputs)),
     }
-    scratch |= {} if g.dtype == jnp.float32 else {"given_g": bm.tiles((C, ROWS), g.dtype)}
-    scratch |= {"shares": bm.rows((2, ROWS), jnp.float32)} if raw.gate else {}
+    # Norms, and two rows of sums.
+    scratch |= {"row_sums": bm.rows((3, ROWS), jnp.float32)} if raw.l2norm or raw.gate else {}
+    if g.dtype != jnp.float32:
+        given_g = bm.tiles((C, ROWS), g.dtype)
+        scratch |= {"near": bm.one_of(scratch["near"], given_g)} if raw.gate else {"given_g": given_g}
     scratch |= tile_scratch(C, op, interpret)
     body = functools.partial(
         _kda_grads, sizes=sizes, raw=raw, scale=scale, limit=FAST_LIMIT["16bit"], op=op,

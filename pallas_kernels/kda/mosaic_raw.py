@@ -15,6 +15,8 @@ from pallas_kernels.kda.mosaic_tiles import exp
 from pallas_kernels.kda.raw import LARGEST_RAW_GATE, LOG1P, Raw
 from pallas_kernels.kda.sizes import Sizes
 
+SMALLEST = 1e-37  # A divisor that does not overflow.
+
 
 def sigmoid(x: jax.Array) -> jax.Array:
     return 1.0 / (1.0 + exp(-x))
@@ -70,16 +72,23 @@ class Gate:
         g = softplus(x) * -rate if bound is None else bound * sigmoid(rate * x)
         return self._within(jnp.maximum(g, MIN_LOG_DECAY))
 
-    def gradients(self, x: jax.Array, g: jax.Array, dg: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The gradient of the raw gate, and what the tile adds to those of A_log and dt_bias, [64] each."""
-        x, rate = self._biased(x), self._column(0, x.shape)
+    def gradients(self, g: jax.Array, dg: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The gradient of the raw gate, and what the tile adds to those of A_log and dt_bias, [64] each.
+
+        All from the log decays, so that no raw gate has to be kept until the end. Behind the last token g is 0, and so
+        is what comes of it.
+        """
+        rate, bound = self._column(0, g.shape), self.raw.lower_bound
         # Where everything is forgotten the gradient is 0, and not what rounding leaves of a sum.
-        dg = self._within(jnp.where(g > MIN_LOG_DECAY, dg, 0.0))
-        bound = self.raw.lower_bound
+        dg = jnp.where(g > MIN_LOG_DECAY, dg, 0.0)
         if bound is None:
-            dx, dA = sigmoid(x) * dg * -rate, g * dg
+            s = g * (-1.0 / jnp.maximum(rate, SMALLEST))  # softplus(x), and sigmoid(x) = 1 - exp(-s)
+            sigmoid_of_x = jnp.where(s < 2.0**-6, s - 0.5 * s * s, 1.0 - exp(-s))
+            dx, dA = sigmoid_of_x * dg * -rate, g * dg
         else:
-            s = sigmoid(rate * x)
-            dx = rate * bound * (s - s * s) * dg
-            dA = x * dx
+            s = g * (1.0 / bound)
+            dA = bound * (s - s * s) * dg
+            dx = rate * dA
+            # rate x is the logit of s; where that is infinite, nothing is left to be multiplied with it.
+            dA *= jnp.log(jnp.maximum(s, SMALLEST)) - jnp.log(jnp.maximum(1.0 - s, SMALLEST))
         return dx, jnp.sum(dA, axis=1), jnp.sum(dx, axis=1)

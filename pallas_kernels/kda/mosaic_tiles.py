@@ -100,6 +100,17 @@ class Tiles:
 
         return bm.accumulators(body, (ROWS, n or self.C))
 
+    def products(self, *lists: list[tuple[Any, Any]]) -> list[jax.Array]:
+        """For each list of pairs (a, b) the sum of a b, as `product`. All run before the first is read."""
+
+        def body(*totals):
+            for total, pairs in zip(totals, lists, strict=True):
+                for a, b in pairs:
+                    bm.multiply(total, a, b)
+            return [bm.settled(bm.read(total)) for total in totals]
+
+        return bm.accumulators(body, *((ROWS, self.C) for _ in lists))
+
     def sums(self, value: jax.Array, *names: str | tuple[str, ...]) -> list[jax.Array]:
         """Sums of a tile over tokens by the masks of these names, from two 16-bit pieces: to 2^-17. A tuple of names:
         by all of them together."""
