@@ -1,9 +1,5 @@
 """The adapters against float64, their conventions, their errors, and inside JAX's transformations."""
 
-import contextlib
-import functools
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,118 +8,11 @@ from absl.testing import absltest, parameterized
 
 import dormouse_jax
 import torch_ref.adapters
-from dormouse_jax import adapters, dispatch
-from dormouse_jax.adapters import call as call_module
+from dormouse_jax import adapters
 from dormouse_jax.reference import loha as loha_reference
-from pallas_kernels.adapters import block_diagonal, kronecker, low_rank
 from tests import helpers
+from tests.adapter_problems import CASES, assert_right, call, ones, operator_of, problem, value_and_grads
 from torch_ref.oracle_adapters import adapter_oracle
-
-# Options, and sizes: O and I of the layer, r the rank, [k, n, n] the blocks of OFT, [a, b] of LoKr's W1.
-CASES = {
-    "lora.rebuild": {"alpha": 3.0},
-    "lora.bypass": {"alpha": 3.0},
-    "loha.rebuild": {"alpha": 3.0},
-    "loha.bypass": {"alpha": 3.0},
-    "lokr.rebuild": {"scale": 0.7},
-    "lokr.bypass": {"scale": 0.7},
-    "oft.rebuild": {"side": "output"},
-    "oft.bypass": {"side": "output"},
-}
-
-
-def operator_of(name):
-    family, form = name.split(".")
-    return getattr(getattr(adapters, family), form)
-
-
-def call(name, arrays, **options):
-    """The operator on arrays by the names that the oracle knows."""
-    arrays = {n: x for n, x in arrays.items() if x is not None}
-    for factor in ("W1", "W2"):
-        if factor + "a" in arrays:
-            arrays[factor] = (arrays.pop(factor + "a"), arrays.pop(factor + "b"))
-    return operator_of(name)(**arrays, **options)
-
-
-def problem(
-    name,
-    *,
-    O=30,
-    I=21,
-    r=3,
-    T=17,
-    n=3,
-    factors=(5, 3),
-    low_rank=(),
-    dtype="float32",
-    factor_dtype=None,
-    base=True,
-    bias=True,
-    magnitude=False,
-    side="output",
-    seed=0,
-):
-    """(arrays by name, dout) of a random problem."""
-    rng = np.random.default_rng(seed)
-    family, form = name.split(".")
-
-    def normal(*shape, of=dtype):
-        return rng.normal(size=shape).astype(jnp.dtype(of))
-
-    own = functools.partial(normal, of=factor_dtype or dtype)
-    arrays = {}
-    if family == "lora":
-        arrays = {"A": own(r, I), "B": own(O, r)}
-        if magnitude:
-            arrays["magnitude"] = own(O)
-    elif family == "loha":
-        arrays = {"A1": own(r, I), "B1": own(O, r), "A2": own(r, I), "B2": own(O, r)}
-    elif family == "lokr":
-        a, b = factors
-        shapes = {"W1": (a, b), "W2": (O // a, I // b)}
-        for factor, (rows, columns) in shapes.items():
-            if factor in low_rank:
-                arrays |= {factor + "a": own(rows, r), factor + "b": own(r, columns)}
-            else:
-                arrays[factor] = own(rows, columns)
-    else:
-        arrays["P"] = (own((O if side == "output" else I) // n, n, n).astype(np.float64) / 3).astype(own(1).dtype)
-    rows = O if base or family != "oft" else arrays["P"].shape[0] * n
-    if base:
-        arrays["base"] = normal(O, I)
-    if form == "rebuild":
-        return arrays, normal(O, I)
-    if bias and base:
-        arrays["bias"] = normal(O)
-    arrays["x"] = normal(T, I if base or family != "oft" else rows)
-    return arrays, normal(T, rows)
-
-
-def value_and_grads(name, arrays, dout, **options):
-    def fn(arrays):
-        return call(name, arrays, **options)
-
-    with helpers.kernels_run(options.get("implementation") or ""):
-        out, vjp = jax.vjp(fn, jax.tree.map(jnp.asarray, arrays))
-        (grads,) = vjp(jnp.asarray(dout, out.dtype))
-    return {"out": out} | {f"d{n}": x for n, x in grads.items()}
-
-
-# Largest RMS errors. In 16 bit intermediate results are rounded once or twice, and the result itself.
-BARS = {"float32": 1e-6, "bfloat16": 8e-3, "float16": 1e-3}
-
-
-def assert_right(name, arrays, dout, *, bar=None, implementation="xla", precision=None, **options):
-    got = value_and_grads(name, arrays, dout, implementation=implementation, precision=precision, **options)
-    want = adapter_oracle(name, arrays, dout=dout, **options)
-    assert set(got) == set(want), (set(got), set(want))
-    for n, x in got.items():
-        if n != "out":
-            assert x.dtype == arrays[n[1:]].dtype, f"{n}: {x.dtype}"
-        dtypes = {str(array.dtype) for array in arrays.values()}
-        dtype = next(iter(dtypes - {"float32"}), "float32")
-        helpers.assert_close(x, want[n], rms=bar or BARS[dtype], name=n)
 
 
 class AccuracyTest(parameterized.TestCase):
@@ -225,151 +114,6 @@ class AccuracyTest(parameterized.TestCase):
     )
     def test_tf32_is_accepted_and_at_least_as_exact_as_that(self, name):
         assert_right(name, *problem(name), precision="tf32", bar=3e-3, **CASES[name])
-
-
-KERNELS = ("lora.rebuild", "loha.rebuild", "lokr.rebuild")
-
-
-def few_programs(number):
-    """A context in which sums over a weight are split into about this many programs, so that each walks further."""
-    stack = contextlib.ExitStack()
-    for module in (low_rank, kronecker, block_diagonal):
-        stack.enter_context(mock.patch.object(module, "PROGRAMS", number))
-    jax.clear_caches()  # what was traced before has the programs that it had then
-    return stack
-
-
-class KernelsTest(parameterized.TestCase):
-    """The Pallas kernels against float64: where tiles stick out, and where programs walk along parts."""
-
-    @parameterized.named_parameters(
-        ("lora_float32", "lora.rebuild", "float32", {"O": 35, "I": 130}),
-        ("lora_rank_20_bfloat16", "lora.rebuild", "bfloat16", {"O": 70, "I": 66, "r": 20}),
-        ("loha_float32", "loha.rebuild", "float32", {"O": 35, "I": 130}),
-        ("loha_float16", "loha.rebuild", "float16", {"O": 70, "I": 66}),
-        ("lokr_float32", "lokr.rebuild", "float32", {}),
-        (
-            "lokr_bfloat16_of_large_blocks",
-            "lokr.rebuild",
-            "bfloat16",
-            {"O": 140, "I": 66, "factors": (2, 1)},
-        ),
-        ("lokr_of_products", "lokr.rebuild", "float32", {"low_rank": ("W1", "W2"), "r": 2}),
-        ("lokr_of_wide_blocks", "lokr.rebuild", "float32", {"O": 15, "I": 140, "factors": (5, 2)}),
-    )
-    def test_value_and_gradients(self, name, dtype, sizes):
-        arrays, dout = problem(name, dtype=dtype, **sizes)
-        assert_right(name, arrays, dout, implementation="pallas_triton", **CASES[name])
-
-    @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
-    def test_parts_that_reach_beyond_the_weight(self, name):
-        sizes = {} if name.startswith("lokr") else {"O": 35, "I": 130}
-        with few_programs(4):
-            assert_right(name, *problem(name, **sizes), implementation="pallas_triton", **CASES[name])
-
-    @parameterized.parameters(
-        ("float32", True, {"O": 35, "I": 66}), ("float32", False, {"O": 35, "I": 66}), ("bfloat16", False, {})
-    )
-    def test_dora(self, dtype, detach_norm, sizes):
-        arrays, dout = problem("lora.rebuild", magnitude=True, dtype=dtype, **sizes)
-        options = {"alpha": 2.0, "detach_norm": detach_norm, "implementation": "pallas_triton"}
-        assert_right("lora.rebuild", arrays, dout, **options)
-
-    @parameterized.parameters(
-        ("output", False, "float32", {"O": 40, "I": 75, "n": 4}),
-        ("input", False, "float32", {"O": 75, "I": 40, "n": 8}),
-        ("output", True, "bfloat16", {"O": 80, "I": 21, "n": 16}),
-        ("input", True, "float16", {"O": 30, "I": 66, "n": 2}),
-        ("output", False, "float32", {"O": 64, "I": 21, "n": 64}),
-    )
-    def test_oft(self, side, neumann, dtype, sizes):
-        arrays, dout = problem("oft.rebuild", side=side, dtype=dtype, **sizes)
-        if sizes["n"] == 64:
-            arrays["P"] = arrays["P"] / 4
-        options = {"side": side, "neumann": neumann, "implementation": "pallas_triton"}
-        assert_right("oft.rebuild", arrays, dout, **options)
-
-    def test_parts_of_an_oft_that_reach_beyond_the_weight(self):
-        arrays, dout = problem("oft.rebuild", O=40, I=150, n=4)
-        with few_programs(4):
-            assert_right("oft.rebuild", arrays, dout, side="output", implementation="pallas_triton")
-
-    @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
-    def test_without_base_float32_factors_and_vmap(self, name):
-        one, dout = problem(name, base=False)
-        two, dout2 = problem(name, base=False, seed=1)
-
-        def fn(arrays):
-            return jax.vmap(lambda x: call(name, x, implementation="pallas_triton", **CASES[name]))(arrays)
-
-        with helpers.kernels_run("pallas_triton"):
-            out, vjp = jax.vjp(fn, {n: jnp.stack([one[n], two[n]]) for n in one})
-            (grads,) = vjp(jnp.stack([dout, dout2]))
-        wants = [adapter_oracle(name, x, dout=d, **CASES[name]) for x, d in ((one, dout), (two, dout2))]
-        for n, x in ({"out": out} | {f"d{n}": x for n, x in grads.items()}).items():
-            helpers.assert_close(x, np.stack([want[n] for want in wants]), rms=1e-6, name=n)
-
-    def test_float32_factors_of_a_16_bit_base(self):
-        arrays, dout = problem("loha.rebuild", dtype="bfloat16", factor_dtype="float32")
-        assert_right("loha.rebuild", arrays, dout, implementation="pallas_triton", alpha=3.0)
-
-    @parameterized.named_parameters((name.replace(".", "_"), name) for name in KERNELS)
-    def test_the_same_bits_again(self, name):
-        arrays, dout = problem(name, dtype="bfloat16")
-        options = CASES[name] | {"implementation": "pallas_triton"}
-        first = value_and_grads(name, arrays, dout, **options)
-        for _ in range(5 if helpers.on_gpu() else 1):
-            helpers.assert_same_bits(value_and_grads(name, arrays, dout, **options), first)
-
-    def test_explain_tells_the_kernels_or_why_there_are_none(self):
-        with dormouse_jax.interpret_kernels():
-            for name, kernels in (
-                ("loha.rebuild", ["adapter_low_rank_forward", "adapter_low_rank_dA", "adapter_low_rank_dB"]),
-                ("lokr.rebuild", ["adapter_kronecker_forward", "adapter_kronecker_backward"]),
-            ):
-                arrays, dout = problem(name)
-                fn = jax.grad(lambda x, name=name, dout=dout: jnp.vdot(call(name, x, **CASES[name]), dout))
-                calls = dormouse_jax.explain(fn, arrays)
-                self.assertEqual([k for c in calls for k in c.kernels], kernels)
-                self.assertEqual({c.implementation for c in calls}, {"pallas_triton"})
-            (found,) = dormouse_jax.explain(
-                lambda x: call("oft.bypass", x, side="input"), {"x": ones(4, 6), "P": ones(2, 3, 3)}
-            )
-        self.assertEqual(found.passed_over, (("pallas_triton", "there are no kernels for oft.bypass"),))
-
-    @parameterized.named_parameters(
-        ("bypass", "lora.bypass", {}, "there are no kernels for lora.bypass"),
-        ("oft", "oft.rebuild", {"n": 3}, "the kernels take blocks of a power of two up to 64, and these are of 3"),
-        ("rank", "loha.rebuild", {"r": 129}, "the kernels take ranks up to 128, and this is 129"),
-    )
-    def test_what_they_do_not_serve_is_refused_by_name_and_else_computed_by_xla(self, name, sizes, message):
-        arrays, _ = problem(name, **sizes)
-        with helpers.kernels_run("pallas_triton"):
-            with self.assertRaisesRegex(
-                NotImplementedError, f"{name}: implementation='pallas' cannot serve this call: {message}"
-            ):
-                call(name, arrays, implementation="pallas", **CASES[name])
-            got = call(name, arrays, **CASES[name])
-        np.testing.assert_array_equal(got, call(name, arrays, implementation="xla", **CASES[name]))
-
-    def test_a_gpu_takes_none_unasked_before_they_were_proven_there(self):
-        x = call_module.arrays("lokr.rebuild", W1=ones(2, 2), W2=ones(2, 2), base=None)
-        device = dispatch.Device("gpu", "NVIDIA H200", "9.0")
-        with mock.patch.dict(dispatch.UNPROVEN, {"adapters": "the adapter kernels"}):
-            with self.assertWarnsRegex(RuntimeWarning, "lokr.rebuild: taking 'xla', not 'pallas_triton': the adapter"):
-                chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, None)
-            self.assertEqual(chosen, "xla")
-            dispatch._warned.clear()
-            with self.assertWarnsRegex(RuntimeWarning, "asked for by name: the adapter kernels were not held"):
-                chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, "pallas")
-            self.assertEqual(chosen, "pallas_triton")
-
-    def test_by_name_without_a_gpu(self):
-        if helpers.on_gpu():
-            self.skipTest("there is a GPU")
-        arrays, _ = problem("lokr.rebuild")
-        with self.assertRaisesRegex(NotImplementedError, "'pallas_triton' cannot serve this call: Pallas"):
-            call("lokr.rebuild", arrays, scale=1.0, implementation="pallas_triton")
 
 
 class ConventionsTest(parameterized.TestCase):
@@ -514,10 +258,6 @@ def _changed(name, **changes):
     """The arguments of a call, with some changed."""
     arrays, _ = problem(name)
     return name, arrays | CASES[name] | changes
-
-
-def ones(*shape, dtype=np.float32):
-    return np.ones(shape, dtype)
 
 
 class ErrorsTest(parameterized.TestCase):

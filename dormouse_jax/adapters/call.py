@@ -114,15 +114,15 @@ class Plan:
     def family(self) -> str:
         return self.operator.split(".")[0]
 
-    def reference(self, direction: str) -> Callable[..., Any]:
-        module = importlib.import_module(f"dormouse_jax.reference.{self.family}")
-        function = getattr(module, self.operator.split(".")[1] + direction)
-        return functools.partial(function, self.products, **dict(self.options))
-
-    @property
-    def of_kernels(self) -> dict[str, Any]:
-        """What the kernels take in either direction."""
-        return dict(self.options) | {"tiles": self.config, "interpret": self.interpret}
+    def function(self, direction: str) -> Callable[..., Any]:
+        """The family's function of kernels or of plain JAX; direction is "" or "_backward"."""
+        options = dict(self.options)
+        if self.implementation == "xla":
+            module = importlib.import_module(f"dormouse_jax.reference.{self.family}")
+        else:
+            module = importlib.import_module(f"dormouse_jax.adapters.kernels.{self.family}")
+            options |= {"tiles": self.config, "interpret": self.interpret}
+        return functools.partial(getattr(module, self.operator.split(".")[1] + direction), self.products, **options)
 
 
 def call(
@@ -227,24 +227,22 @@ def _jitted(function: Callable[..., Any], plan: Plan, direction: str) -> Callabl
 
 
 def _forward(plan, x):
-    if plan.implementation == "pallas_triton":
-        return _kernels().rebuild(plan.family, plan.products, x, out_dtype=plan.out_dtype, **plan.of_kernels)
-    return plan.reference("")(x)[0].astype(plan.out_dtype)
+    return _forward_with_residuals(plan, x)[0]
 
 
 def _forward_with_residuals(plan, x):
-    out, kept = plan.reference("")(x)
-    return out.astype(plan.out_dtype), kept
+    out_dtype = jnp.dtype(plan.out_dtype)
+    if plan.implementation == "xla":
+        out, kept = plan.function("")(x)
+        return out.astype(out_dtype), kept
+    return plan.function("")(x, out_dtype=out_dtype)
 
 
 # Backward
 
 
 def _backward(plan, x, kept, dout):
-    if plan.implementation == "pallas_triton":
-        grads = _kernels().rebuild_backward(plan.family, plan.products, x, dout, **plan.of_kernels)
-    else:
-        grads = plan.reference("_backward")(x, kept, dout)
+    grads = plan.function("_backward")(x, kept, dout)
     return {name: None if array is None else grads[name].astype(array.dtype) for name, array in x.items()}
 
 
