@@ -89,6 +89,18 @@ class KernelsTest(parameterized.TestCase):
         with few_programs(2):
             assert_right("oft.bypass", arrays, dout, **options)
 
+    @parameterized.named_parameters(
+        ("float32", "float32", {"T": 7}),
+        ("W1_first", "bfloat16", {"T": 5, "factors": (2, 7), "O": 68}),
+        ("of_products_without_base", "float16", {"T": 3, "base": False, "low_rank": ("W2",), "r": 2}),
+        ("without_bias", "float32", {"T": 1, "bias": False}),
+    )
+    def test_lokr_bypass(self, dtype, sizes):
+        with few_programs(2):
+            assert_right(
+                "lokr.bypass", *problem("lokr.bypass", dtype=dtype, **sizes), implementation="pallas", scale=0.7
+            )
+
     def test_oft_far_from_the_identity(self):
         arrays, dout = problem("oft.rebuild", O=16, n=16)
         arrays["P"] = 9 * arrays["P"]
@@ -129,7 +141,7 @@ class KernelsTest(parameterized.TestCase):
     def test_explain_tells_the_kernels_or_why_there_are_none(self):
         with dormouse_jax.interpret_kernels():
             for name, kernels in (
-                ("loha.rebuild", ["adapter_low_rank_forward", "adapter_low_rank_dA", "adapter_low_rank_dB"]),
+                ("loha.rebuild", ["adapter_low_rank_forward", "adapter_low_rank_backward", "adapter_add_parts"]),
                 ("lokr.rebuild", ["adapter_kronecker_forward", "adapter_kronecker_backward"]),
             ):
                 arrays, dout = problem(name)

@@ -9,6 +9,7 @@ from pallas_kernels.backend_triton import MIN_CONTRACTION, PRECISIONS, ceil_pow2
 
 MAX_RANK = 128  # a tile holds whole ranks
 MAX_BLOCK = 64  # a tile holds whole blocks
+MAX_FACTOR = 128  # a tile holds either factor of a Kronecker product
 MAX_ELEMENTS = 2**31 - 1  # the Triton backend counts elements in 32 bits
 # Programs that sums over a weight are split into: two a multiprocessor of the largest cards. More of them would write
 # more parts.
@@ -32,15 +33,55 @@ class Tiles:
     def __post_init__(self):
         for name in ("rows", "cols"):
             size = getattr(self, name)
-            if size not in (16, 32, 64, 128):
-                raise ValueError(f"{name} must be 16, 32, 64 or 128, got {size}")
-        if self.warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"warps must be 1, 2, 4, 8 or 16, got {self.warps}")
-        if not 1 <= self.stages <= 8:
-            raise ValueError(f"stages must lie between 1 and 8, got {self.stages}")
+            if size not in (16, 32, 64, 128, 256):
+                raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {size}")
+        _check_launch(self.warps, self.stages)
 
 
-def choose_low_rank(O: int, I: int, rank: int, *, pairs: int, precision: str) -> Tiles:
+@dataclasses.dataclass(frozen=True)
+class LowRankTiles:
+    """The tiles of a weight whose update is of low rank, forward and backward."""
+
+    forward: Tiles
+    backward: Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenTiles:
+    """How the kernels of tokens under a Kronecker product are cut and launched.
+
+    Attributes:
+      W2_first: whether W2 meets the tokens before W1 does.
+      most_programs: that tokens are shared out to.
+      warps, stages: warps a program, and stages of its software pipeline.
+    """
+
+    W2_first: bool
+    most_programs: int = 2 * PROGRAMS
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self):
+        if self.most_programs < 1:
+            raise ValueError(f"most_programs must be at least 1, got {self.most_programs}")
+        _check_launch(self.warps, self.stages)
+
+    def steps(self, T: int) -> int:
+        """Tokens of a program."""
+        return -(-T // min(T, self.most_programs))
+
+    def programs(self, T: int) -> int:
+        return -(-T // self.steps(T))
+
+
+def _check_launch(warps: int, stages: int) -> None:
+    if warps not in (1, 2, 4, 8, 16):
+        raise ValueError(f"warps must be 1, 2, 4, 8 or 16, got {warps}")
+    if not 1 <= stages <= 8:
+        raise ValueError(f"stages must lie between 1 and 8, got {stages}")
+
+
+def choose_low_rank(O: int, I: int, rank: int, *, pairs: int, precision: str) -> LowRankTiles:
     """The tiles of a weight [O, I] whose update comes from `pairs` products of this rank.
 
     Raises:
@@ -53,10 +94,17 @@ def choose_low_rank(O: int, I: int, rank: int, *, pairs: int, precision: str) ->
     _require_countable(O, I)
     # By the bytes of all pairs' factors at a row and a column: larger tiles spill, or do not fit into the shared memory
     # of consumer cards. Float32 operands are three 16-bit pieces, and products of them take the most registers.
-    across = padded_rank(rank) * pairs * {"16bit": 2, "tf32": 4, "fp32": 6}[precision]
+    R = padded_rank(rank)
+    across = R * pairs * {"16bit": 2, "tf32": 4, "fp32": 6}[precision]
     largest = next(size for size, limit in ((64, 256), (32, 512), (16, math.inf)) if across <= limit)
     largest = min(largest, 32) if precision == "fp32" else largest
-    return Tiles(_cut(O, largest), _cut(I, largest), warps=8 if precision == "fp32" and pairs == 2 else 4)
+    forward = Tiles(_cut(O, largest), _cut(I, largest), warps=8 if precision == "fp32" and pairs == 2 else 4)
+    # Wide strips leave few shares of dB; dA of one is held in registers, and of two products the products' tiles.
+    if precision == "16bit":
+        rows, cols = (64, 256 if pairs == 1 else 128) if R * pairs <= 64 else (32, 128)
+    else:
+        rows, cols = (32, 64) if R * pairs <= 64 else (16, 32)
+    return LowRankTiles(forward, Tiles(_cut(O, rows), _cut(I, cols), warps=8))
 
 
 def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> Tiles:
@@ -67,6 +115,23 @@ def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> Tiles:
     """
     _require_countable(W1[0] * W2[0], W1[1] * W2[1])
     return Tiles(_cut(W2[0], 64), _cut(W2[1], 64))
+
+
+def choose_tokens(W1: tuple[int, int], W2: tuple[int, int], T: int, precision: str) -> TokenTiles:
+    """How T tokens are cut under the Kronecker product of matrices of these shapes.
+
+    Raises:
+      ValueError: the kernels do not serve it.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    (a, b), (c, d) = W1, W2
+    largest = MAX_FACTOR if precision == "16bit" else MAX_FACTOR // 2
+    if max(a, b, c, d) > largest:
+        raise ValueError(f"the kernels take factors of sizes up to {largest}, and these are {a} x {b} and {c} x {d}")
+    _require_countable(T, max(a * c, b * d))
+    A, B, C, D = (padded_rank(size) for size in (a, b, c, d))
+    return TokenTiles(W2_first=B * C * (D + A) <= A * D * (B + C), warps=8 if max(A, B, C, D) > 64 else 4)
 
 
 def choose_block_diagonal(O: int, I: int, n: int, precision: str) -> Tiles:

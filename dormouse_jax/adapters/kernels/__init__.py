@@ -28,11 +28,13 @@ def choose(operator: str, x: dict[str, Any], precision: str) -> Any:
             return kernels.choose_block_diagonal(*x["base"].shape, n, precision)
         (T, features), base = x["x"].shape, x["base"]
         return kernels.choose_block_diagonal(T, features if base is None else max(base.shape), n, precision)
-    if form == "bypass":
-        raise ValueError(f"there are no kernels for {operator}")
     if family == "lokr":
         W1, W2 = (_shape(x, name) for name in ("W1", "W2"))
+        if form == "bypass":
+            return kernels.choose_tokens(W1, W2, x["x"].shape[0], precision)
         return kernels.choose_kronecker(W1, W2)
+    if form == "bypass":
+        raise ValueError(f"there are no kernels for {operator}")
     (down, up), *_ = pairs = PAIRS[family]
     (rank, I), O = x[down].shape, x[up].shape[0]
     return kernels.choose_low_rank(O, I, rank, pairs=len(pairs), precision=precision)

@@ -23,4 +23,5 @@ def rebuild_backward(
     product: Products, x, kept, dout, *, scale: float, tiles: Any, interpret: bool
 ) -> dict[str, jax.Array]:
     common: dict[str, Any] = {"scale": scale, "precision": product.precision, "tiles": tiles, "interpret": interpret}
-    return named("loha", kernels.backward(pairs("loha", product, x), dout, **common)) | {"base": dout}
+    dtypes = [(x["A1"].dtype, x["B1"].dtype), (x["A2"].dtype, x["B2"].dtype)]
+    return named("loha", kernels.backward(pairs("loha", product, x), dout, dtypes=dtypes, **common)) | {"base": dout}

@@ -55,4 +55,5 @@ def rebuild_backward(
             of_rows["along"] = e, x["base"]
             V = kernels.forward(given, x["base"], out_dtype=jnp.dtype(jnp.float32), **common)
             grads["base"] -= e[:, None] * V
-    return grads | named("lora", kernels.backward(given, dout, **common, **of_rows))
+    dtypes = [(x["A"].dtype, x["B"].dtype)]
+    return grads | named("lora", kernels.backward(given, dout, dtypes=dtypes, **common, **of_rows))
