@@ -173,7 +173,7 @@ def _choose(
     serves = False
     try:
         require_triton(device, interpret)
-        config = _config(operator, x, precision)
+        config = _config(operator, x, precision, device)
         serves = True
         require_proven("adapters", interpret, named=asked is not None)
         return "pallas_triton", config, ()
@@ -187,10 +187,10 @@ def _choose(
         return "xla", None, (("pallas_triton", str(reason)),)
 
 
-def _config(operator: str, x: dict[str, Any], precision: str) -> Any:
+def _config(operator: str, x: dict[str, Any], precision: str, device: Device) -> Any:
     """The configuration of the kernels, or a NotImplementedError that says why they cannot serve the call."""
     try:
-        return _kernels().choose(operator, x, precision)
+        return _kernels().choose(operator, x, precision, device.block_shared)
     except (ImportError, ValueError) as reason:
         raise NotImplementedError(str(reason)) from reason
 

@@ -115,23 +115,24 @@ def turn_and_outer(
     return turned, parts
 
 
-def backward(P: jax.Array, parts: jax.Array, *, neumann: bool, tiles: Tiles, interpret: bool) -> jax.Array:
-    """The gradient of P [k, n, n], in its dtype, from dR in parts."""
+def backward(P: jax.Array, parts: jax.Array, *, neumann: bool, interpret: bool) -> jax.Array:
+    """The gradient of P [k, n, n], in its dtype, from dR in parts. Its products are float32-accurate."""
     k, n, _ = P.shape
+    size = max(n, 32)
     flat = P.reshape(k * n, n)
     (dP,) = backend.launch(
         _backward_kernel,
         f"{NAME}_backward",
-        (-(-k * n // tiles.rows),),
+        (-(-k * n // size),),
         [(flat, _first(flat)), (parts.reshape(-1, n), pl.BlockSpec((parts.shape[0] * k * n, n), lambda i: (0, 0)))],
         [(jax.ShapeDtypeStruct(flat.shape, P.dtype), _first(flat))],
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_warps=4 if size == 32 else 8,
+        num_stages=1,
         interpret=interpret,
         parts=parts.shape[0],
         sizes=(k * n, n),
         neumann=neumann,
-        size=tiles.rows,
+        size=size,
     )
     return dP.reshape(P.shape)
 

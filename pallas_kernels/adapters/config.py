@@ -10,6 +10,7 @@ from pallas_kernels.backend_triton import MIN_CONTRACTION, PRECISIONS, ceil_pow2
 MAX_RANK = 128  # a tile holds whole ranks
 MAX_BLOCK = 64  # a tile holds whole blocks
 MAX_FACTOR = 128  # a tile holds either factor of a Kronecker product
+LARGE_SHARED = 232448  # bytes of shared memory of a block on data-centre cards from Hopper on
 MAX_ELEMENTS = 2**31 - 1  # the Triton backend counts elements in 32 bits
 # Programs that sums over a weight are split into: two a multiprocessor of the largest cards. More of them would write
 # more parts.
@@ -81,8 +82,14 @@ def _check_launch(warps: int, stages: int) -> None:
         raise ValueError(f"stages must lie between 1 and 8, got {stages}")
 
 
-def choose_low_rank(O: int, I: int, rank: int, *, pairs: int, precision: str) -> LowRankTiles:
+def choose_low_rank(
+    O: int, I: int, rank: int, *, pairs: int, precision: str, dora: bool = False, block_shared: int = LARGE_SHARED
+) -> LowRankTiles:
     """The tiles of a weight [O, I] whose update comes from `pairs` products of this rank.
+
+    Args:
+      dora: whether its rows have magnitudes.
+      block_shared: bytes of shared memory that a block can have.
 
     Raises:
       ValueError: the kernels do not serve it.
@@ -101,9 +108,11 @@ def choose_low_rank(O: int, I: int, rank: int, *, pairs: int, precision: str) ->
     forward = Tiles(_cut(O, largest), _cut(I, largest), warps=8 if precision == "fp32" and pairs == 2 else 4)
     # Wide strips leave few shares of dB; dA of one is held in registers, and of two products the products' tiles.
     if precision == "16bit":
-        rows, cols = (64, 256 if pairs == 1 else 128) if R * pairs <= 64 else (32, 128)
+        rows, cols = (64, 256 if pairs == 1 and not dora else 128) if R * pairs <= 64 else (32, 128)
+        if block_shared < LARGE_SHARED and R * pairs >= 64:
+            rows, cols = 32, 64
     else:
-        rows, cols = (32, 64) if R * pairs <= 64 else (16, 32)
+        rows, cols = (32, 64) if R * pairs <= 64 else (16, 32 if R * pairs <= 128 else 16)
     return LowRankTiles(forward, Tiles(_cut(O, rows), _cut(I, cols), warps=8))
 
 
@@ -117,8 +126,11 @@ def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> Tiles:
     return Tiles(_cut(W2[0], 64), _cut(W2[1], 64))
 
 
-def choose_tokens(W1: tuple[int, int], W2: tuple[int, int], T: int, precision: str) -> TokenTiles:
-    """How T tokens are cut under the Kronecker product of matrices of these shapes.
+def choose_tokens(
+    W1: tuple[int, int], W2: tuple[int, int], T: int, precision: str, block_shared: int = LARGE_SHARED
+) -> TokenTiles:
+    """How T tokens are cut under the Kronecker product of matrices of these shapes; block_shared as in
+    `choose_low_rank`.
 
     Raises:
       ValueError: the kernels do not serve it.
@@ -126,12 +138,15 @@ def choose_tokens(W1: tuple[int, int], W2: tuple[int, int], T: int, precision: s
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     (a, b), (c, d) = W1, W2
-    largest = MAX_FACTOR if precision == "16bit" else MAX_FACTOR // 2
+    largest = MAX_FACTOR if precision == "16bit" and block_shared >= LARGE_SHARED else MAX_FACTOR // 2
     if max(a, b, c, d) > largest:
         raise ValueError(f"the kernels take factors of sizes up to {largest}, and these are {a} x {b} and {c} x {d}")
     _require_countable(T, max(a * c, b * d))
     A, B, C, D = (padded_rank(size) for size in (a, b, c, d))
-    return TokenTiles(W2_first=B * C * (D + A) <= A * D * (B + C), warps=8 if max(A, B, C, D) > 64 else 4)
+    return TokenTiles(
+        W2_first=B * C * (D + A) <= A * D * (B + C),
+        warps=8 if max(A, B, C, D) > (64 if precision == "16bit" else 32) else 4,
+    )
 
 
 def choose_block_diagonal(O: int, I: int, n: int, precision: str) -> Tiles:

@@ -16,8 +16,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as backend
 from pallas_kernels.adapters.config import PROGRAMS, Tiles
+from pallas_kernels.adapters.sums import add_parts
 
 NAME = "adapter_kronecker"
+_AT_ONCE = 4  # blocks that a program of the backward reads before it works on the first
 
 
 def forward(
@@ -51,13 +53,22 @@ def forward(
 
 
 def backward(
-    W1: jax.Array, W2: jax.Array, G: jax.Array, *, scale: float, tiles: Tiles, interpret: bool
+    W1: jax.Array,
+    W2: jax.Array,
+    G: jax.Array,
+    *,
+    scale: float,
+    dtypes: tuple[jnp.dtype, jnp.dtype],
+    tiles: Tiles,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dW1 [a, b], dW2 [c, d]) in float32. Arguments as in `forward`; G [a c, b d], any float dtype."""
+    """(dW1 [a, b], dW2 [c, d]) in these dtypes. Arguments as in `forward`; G [a c, b d], any float dtype."""
     (a, b), (c, d) = W1.shape, W2.shape
     tiles_of_block = -(-c // tiles.rows) * -(-d // tiles.cols)
-    steps = -(-a * b // max(1, min(a * b, PROGRAMS // tiles_of_block)))
-    parts = -(-a * b // steps)
+    at_once = min(_AT_ONCE, a * b)
+    groups = -(-a * b // at_once)
+    steps = -(-groups // max(1, min(groups, PROGRAMS // tiles_of_block)))
+    parts = -(-groups // steps)
     shares, sums = backend.launch(
         _backward_kernel,
         f"{NAME}_backward",
@@ -75,9 +86,11 @@ def backward(
         interpret=interpret,
         shapes=((a, b), (c, d)),
         steps=steps,
+        at_once=at_once,
         tiles=tiles,
     )
-    return scale * jnp.sum(shares, axis=0).reshape(a, b), scale * jnp.sum(sums, axis=0)
+    dW1, dW2 = add_parts([shares, sums], dtypes, scale=scale, interpret=interpret)
+    return dW1.reshape(a, b), dW2
 
 
 def _whole(x: jax.Array) -> pl.BlockSpec:
@@ -103,7 +116,7 @@ def _forward_kernel(W1_ref, W2_ref, *refs, block, sizes, scale, tiles, interpret
     backend.store_tile(refs[-1], rows, cols, out)
 
 
-def _backward_kernel(W1_ref, W2_ref, G_ref, dW1_ref, dW2_ref, *, shapes, steps, tiles, interpret):
+def _backward_kernel(W1_ref, W2_ref, G_ref, dW1_ref, dW2_ref, *, shapes, steps, at_once, tiles, interpret):
     (a, b), (c, d) = shapes
     tile, first = pl.program_id(0), pl.program_id(1) * steps
     across = -(-d // tiles.cols)
@@ -112,16 +125,22 @@ def _backward_kernel(W1_ref, W2_ref, G_ref, dW1_ref, dW2_ref, *, shapes, steps, 
     in_block, i, j = backend.inside(rows, cols), _indices(rows), _indices(cols)
     W2 = backend.load_tile(W2_ref, rows, cols).astype(jnp.float32)
 
-    def step(k, dW2):
-        block = jnp.asarray(first + k, jnp.int32)
+    def read(block):
+        """W1 and G of a block."""
         there = jnp.minimum(block, a * b - 1)  # what the last part has too many of is read masked
         u, v = lax.div(there, jnp.int32(b)), lax.rem(there, jnp.int32(b))
         mask = in_block & (block < a * b)
-        G = backend.gather_tile(G_ref, (u * c + i)[:, None], (v * d + j)[None, :], mask).astype(jnp.float32)
-        share = jnp.sum(jnp.sum(G * W2, axis=1, keepdims=True), axis=0, keepdims=True)
-        backend.store_tile(dW1_ref, (0, 1, None), (block, 1, a * b), share)
-        W1 = backend.load_tile(W1_ref, (u, 1, None), (v, 1, None)).astype(jnp.float32)
-        return dW2 + W1 * G
+        G = backend.gather_tile(G_ref, (u * c + i)[:, None], (v * d + j)[None, :], mask)
+        return backend.load_tile(W1_ref, (u, 1, None), (v, 1, None)), G
+
+    def step(k, dW2):
+        blocks = [jnp.asarray((first + k) * at_once + n, jnp.int32) for n in range(at_once)]
+        for block, (W1, G) in zip(blocks, [read(block) for block in blocks], strict=True):
+            G = G.astype(jnp.float32)
+            share = jnp.sum(jnp.sum(G * W2, axis=1, keepdims=True), axis=0, keepdims=True)
+            backend.store_tile(dW1_ref, (0, 1, None), (block, 1, a * b), share)
+            dW2 += W1.astype(jnp.float32) * G
+        return dW2
 
     dW2 = lax.fori_loop(0, steps, step, jnp.zeros((tiles.rows, tiles.cols), jnp.float32))
     backend.store_tile(dW2_ref, rows, cols, dW2)

@@ -11,6 +11,8 @@ leave it. Where it takes fewer multiplications W1 comes first: then dW1 = s sum_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -78,10 +80,11 @@ def backward(
     scale: float,
     precision: str,
     out_dtype: jnp.dtype,
+    dtypes: Sequence[jnp.dtype],
     tiles: TokenTiles,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dX [T, b d] in out_dtype, dW1, dW2 in float32). Arguments as in `forward`, g [T, a c], and base [T, b d]."""
+    """(dX [T, b d] in out_dtype, dW1, dW2 in these dtypes). Arguments as in `forward`; g [T, a c], base [T, b d]."""
     (a, b), (c, d), T = W1.shape, W2.shape, x.shape[0]
     inputs = [x.reshape(T * b, d), W1, W2, g.reshape(T * a, c)]
     inputs += [] if base is None else [base.reshape(T * b, d)]
@@ -105,7 +108,7 @@ def backward(
         precision=precision,
         tiles=tiles,
     )
-    dW1, dW2 = add_parts(parts, [jnp.dtype(jnp.float32)] * 2, scale=scale, interpret=interpret)
+    dW1, dW2 = add_parts(parts, dtypes, scale=scale, interpret=interpret)
     return dX.reshape(T, b * d), dW1, dW2
 
 

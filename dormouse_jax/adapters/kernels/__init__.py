@@ -13,8 +13,8 @@ import pallas_kernels.adapters as kernels
 from dormouse_jax.adapters.kernels.low_rank import PAIRS
 
 
-def choose(operator: str, x: dict[str, Any], precision: str) -> Any:
-    """The configuration of an operator's kernels on checked arrays.
+def choose(operator: str, x: dict[str, Any], precision: str, block_shared: int) -> Any:
+    """The configuration of an operator's kernels on checked arrays, in blocks of so many bytes of shared memory.
 
     Raises:
       ValueError: there are none that serve the call.
@@ -31,13 +31,14 @@ def choose(operator: str, x: dict[str, Any], precision: str) -> Any:
     if family == "lokr":
         W1, W2 = (_shape(x, name) for name in ("W1", "W2"))
         if form == "bypass":
-            return kernels.choose_tokens(W1, W2, x["x"].shape[0], precision)
+            return kernels.choose_tokens(W1, W2, x["x"].shape[0], precision, block_shared)
         return kernels.choose_kronecker(W1, W2)
     if form == "bypass":
         raise ValueError(f"there are no kernels for {operator}")
     (down, up), *_ = pairs = PAIRS[family]
     (rank, I), O = x[down].shape, x[up].shape[0]
-    return kernels.choose_low_rank(O, I, rank, pairs=len(pairs), precision=precision)
+    options = {"precision": precision, "dora": x.get("magnitude") is not None, "block_shared": block_shared}
+    return kernels.choose_low_rank(O, I, rank, pairs=len(pairs), **options)
 
 
 def _shape(x: dict[str, Any], factor: str) -> tuple[int, int]:

@@ -16,17 +16,26 @@ from pallas_kernels.adapters import kronecker, tokens
 def rebuild(
     product: Products, x, *, scale: float, out_dtype: jnp.dtype, tiles: Any, interpret: bool
 ) -> tuple[jax.Array, None]:
-    W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))
     common: dict[str, Any] = {"scale": scale, "tiles": tiles, "interpret": interpret}
-    return kronecker.forward(W1, W2, x["base"], out_dtype=out_dtype, **common), None
+    return kronecker.forward(*_factors(product, x), x["base"], out_dtype=out_dtype, **common), None
 
 
 def rebuild_backward(
     product: Products, x, kept, dout, *, scale: float, tiles: Any, interpret: bool
 ) -> dict[str, jax.Array]:
-    W1, W2 = (lokr.factor(product, x, name) for name in ("W1", "W2"))
-    dW1, dW2 = kronecker.backward(W1, W2, dout, scale=scale, tiles=tiles, interpret=interpret)
+    common: dict[str, Any] = {"scale": scale, "tiles": tiles, "interpret": interpret}
+    dW1, dW2 = kronecker.backward(*_factors(product, x), dout, dtypes=_dtypes(x), **common)
     return lokr.backward_of_factors(product, x, W1=dW1, W2=dW2) | {"base": dout}
+
+
+def _factors(product: Products, x) -> list[jax.Array]:
+    """W1 and W2, as they are or in float32."""
+    return [lokr.factor(product, x, name) if x.get(name) is None else x[name] for name in ("W1", "W2")]
+
+
+def _dtypes(x) -> list[jnp.dtype]:
+    """Of the gradients of W1 and W2: of products, whose own gradients come from them, float32."""
+    return [jnp.dtype(jnp.float32) if x.get(name) is None else x[name].dtype for name in ("W1", "W2")]
 
 
 def bypass(
@@ -34,7 +43,7 @@ def bypass(
 ) -> tuple[jax.Array, None]:
     u = None if x["base"] is None else product.round(product("ti,oi->to", x["x"], x["base"]))
     common = _common(product, scale, tiles, interpret)
-    return tokens.forward(x["x"], *_factors(product, x), u, x["bias"], out_dtype=out_dtype, **common), None
+    return tokens.forward(x["x"], *_rounded(product, x), u, x["bias"], out_dtype=out_dtype, **common), None
 
 
 def bypass_backward(product: Products, x, kept, dout, *, scale: float, tiles: Any, interpret: bool):
@@ -44,13 +53,13 @@ def bypass_backward(product: Products, x, kept, dout, *, scale: float, tiles: An
         u = product.round(product("to,oi->ti", dout, x["base"]))
         grads["base"] = product("to,ti->oi", dout, x["x"])  # not computed where nobody wants it
     common = _common(product, scale, tiles, interpret)
-    dx, dW1, dW2 = tokens.backward(x["x"], *_factors(product, x), dout, u, out_dtype=dtype, **common)
+    dx, dW1, dW2 = tokens.backward(x["x"], *_rounded(product, x), dout, u, out_dtype=dtype, dtypes=_dtypes(x), **common)
     return grads | lokr.backward_of_factors(product, x, W1=dW1, W2=dW2) | {"x": dx}
-
-
-def _factors(product: Products, x) -> list[jax.Array]:
-    return [product.round(lokr.factor(product, x, name)) for name in ("W1", "W2")]
 
 
 def _common(product: Products, scale: float, tiles: Any, interpret: bool) -> dict[str, Any]:
     return {"scale": scale, "precision": product.precision, "tiles": tiles, "interpret": interpret}
+
+
+def _rounded(product: Products, x) -> list[jax.Array]:
+    return [product.round(factor) for factor in _factors(product, x)]

@@ -32,7 +32,7 @@ def rebuild_backward(product: Products, x, kept, dout, *, side: str, neumann: bo
     parts = kernels.outer(left, right, P, axis=axis, **common)
     turned: dict[str, Any] = {"axis": axis, "transpose": axis == 0, "neumann": neumann, "out_dtype": base.dtype}
     return {
-        "P": kernels.backward(P, parts, neumann=neumann, tiles=tiles, interpret=interpret),
+        "P": kernels.backward(P, parts, neumann=neumann, interpret=interpret),
         "base": kernels.turn(dout, P, **turned, **common),  # not computed where nobody wants it
     }
 
@@ -67,7 +67,7 @@ def bypass_backward(product: Products, x, kept, dout, *, side: str, neumann: boo
     elif base is not None:
         v, dtype = kept, jnp.dtype(product.dtype)
     before, parts = kernels.turn_and_outer(v, g, P, transpose=True, out_dtype=dtype, **turned)
-    grads["P"] = kernels.backward(P, parts, neumann=neumann, tiles=tiles, interpret=interpret)
+    grads["P"] = kernels.backward(P, parts, neumann=neumann, interpret=interpret)
     if base is None or side == "input":
         return grads | {"x": before}
     return grads | {"x": product("to,oi->ti", before, base), "base": product("to,ti->oi", before, x["x"])}
