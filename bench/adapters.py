@@ -3,7 +3,7 @@
     python -m bench.adapters
     python -m bench.adapters --impl=all --preset=lokr_4096x4096_square_bf16,lora_bypass_t4096_fp16 --json out.json
 
---impl   arms: pallas (for rebuilds), xla (ours in plain JAX); torch_eager, torch_compile and
+--impl   arms: pallas, xla (ours in plain JAX); torch_eager, torch_compile and
          torch_compile_max (its default mode, and max-autotune-no-cudagraphs), twins that form no Kronecker product;
          groups: ours, torch, all (default: ours and torch; without a GPU not torch_compile_max)
 --preset names of ROW_PRECISION, a ROW for both precisions (bf16 alone without a GPU), or a set of rows: lora, loha,

@@ -35,6 +35,7 @@ UNPROVEN = {
     "hopper_fp32": "the serial Hopper kernels with float32-accurate products",
     "attention": "the attention kernels",
     "adapters": "the adapter kernels",
+    "adapters_hopper": "the adapter kernels for Hopper",
     "attention_hopper": "the attention kernels for Hopper",
 }
 

@@ -50,6 +50,11 @@ def trained(name, layer):
 
 
 class AdaptedLinearTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        # Of the layers of Flax that ours are held to: on a GPU XLA would multiply float32 in one TF32 pass.
+        self.enter_context(jax.default_matmul_precision("highest"))
+
     @parameterized.parameters(*NAMES)
     def test_starts_as_the_layer_itself(self, name):
         layer = linear()

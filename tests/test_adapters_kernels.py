@@ -101,6 +101,42 @@ class KernelsTest(parameterized.TestCase):
                 "lokr.bypass", *problem("lokr.bypass", dtype=dtype, **sizes), implementation="pallas", scale=0.7
             )
 
+    @parameterized.named_parameters(
+        ("lora_float32", "lora.bypass", "float32", {"T": 35, "I": 66}),
+        ("lora_float16_without_bias", "lora.bypass", "float16", {"T": 5, "bias": False, "r": 20}),
+        ("lora_without_base", "lora.bypass", "float32", {"base": False}),
+        ("lora_float32_factors", "lora.bypass", "bfloat16", {"factor_dtype": "float32"}),
+        ("loha_float32", "loha.bypass", "float32", {}),
+        ("loha_bfloat16", "loha.bypass", "bfloat16", {}),
+        ("loha_float32_factors_without_base", "loha.bypass", "float16", {"factor_dtype": "float32", "base": False}),
+    )
+    def test_low_rank_bypass(self, name, dtype, sizes):
+        arrays, dout = problem(name, dtype=dtype, **sizes)
+        with few_programs(2):
+            assert_right(name, arrays, dout, implementation="pallas_triton", **CASES[name])
+
+    @parameterized.named_parameters(
+        ("lora", "lora.bypass", "bfloat16", {}),
+        ("lora_float16_without_bias", "lora.bypass", "float16", {"bias": False, "r": 70}),
+        ("loha", "loha.bypass", "bfloat16", {"factor_dtype": "float32"}),
+    )
+    def test_products_on_hopper(self, name, dtype, sizes):
+        size = (640, 384, 512) if helpers.on_gpu() else (128, 128, 72)
+        arrays, dout = problem(name, dtype=dtype, **dict(zip(("T", "O", "I"), size, strict=True)), **sizes)
+        assert_right(name, arrays, dout, implementation="pallas_mosaic", **CASES[name])
+
+    def test_a_small_update_of_a_16_bit_layer_is_not_rounded_away(self):
+        arrays, _ = problem("loha.bypass", dtype="bfloat16", factor_dtype="float32", bias=False)
+        arrays["x"] = arrays["x"].astype(np.float32)
+        arrays["B1"] = arrays["B1"] * np.float32(2.0**-10)
+        with helpers.kernels_run("pallas"):
+            both = (
+                call("loha.bypass", x, alpha=1.0, implementation="pallas") for x in (arrays, dict(arrays, base=None))
+            )
+            with_base, update = both
+        base = arrays["x"].astype(jnp.bfloat16).astype(np.float64) @ arrays["base"].astype(np.float64).T
+        helpers.assert_close(np.asarray(with_base, np.float64) - base, update, rms=1e-2)
+
     def test_oft_far_from_the_identity(self):
         arrays, dout = problem("oft.rebuild", O=16, n=16)
         arrays["P"] = 9 * arrays["P"]
@@ -156,7 +192,9 @@ class KernelsTest(parameterized.TestCase):
         self.assertEqual(found.passed_over, (("pallas_triton", reason),))
 
     @parameterized.named_parameters(
-        ("bypass", "lora.bypass", {}, "there are no kernels for lora.bypass"),
+        ("magnitude", "lora.bypass", {"magnitude": True}, "the kernels of activations take no magnitude"),
+        ("tokens", "lokr.bypass", {"T": 0}, "the kernels take at least one token"),
+        ("factors", "lokr.bypass", {"O": 130, "factors": (130, 3)}, "the kernels take factors of sizes up to 64, and"),
         ("oft", "oft.rebuild", {"n": 3}, "the kernels take blocks of a power of two up to 64, and these are of 3"),
         ("rank", "loha.rebuild", {"r": 129}, "the kernels take ranks up to 128, and this is 129"),
     )
@@ -175,11 +213,11 @@ class KernelsTest(parameterized.TestCase):
         device = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         with mock.patch.dict(dispatch.UNPROVEN, {"adapters": "the adapter kernels"}):
             with self.assertWarnsRegex(RuntimeWarning, "lokr.rebuild: taking 'xla', not 'pallas_triton': the adapter"):
-                chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, None)
+                chosen, *_ = call_module._choose("lokr.rebuild", x, "float32", "fp32", device, False, None)
             self.assertEqual(chosen, "xla")
             dispatch._warned.clear()
             with self.assertWarnsRegex(RuntimeWarning, "asked for by name: the adapter kernels were not held"):
-                chosen, *_ = call_module._choose("lokr.rebuild", x, "fp32", device, False, "pallas")
+                chosen, *_ = call_module._choose("lokr.rebuild", x, "float32", "fp32", device, False, "pallas")
             self.assertEqual(chosen, "pallas_triton")
 
     def test_by_name_without_a_gpu(self):

@@ -13,11 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from dormouse_jax import validation as check
-from dormouse_jax.dispatch import Device, device_of, interpreting, require_proven, require_triton, warn_once
+from dormouse_jax.dispatch import (
+    Device,
+    device_of,
+    interpreting,
+    require_hopper,
+    require_proven,
+    require_triton,
+    warn_once,
+)
 from dormouse_jax.explain import OperatorCall, record
 from dormouse_jax.reference.products import Products
 
-IMPLEMENTATIONS = ("pallas", "pallas_triton", "xla")
+IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla")
+ON_HOPPER = ("lora.bypass", "loha.bypass")  # what kernels that only Hopper cards run are used for
 FLOATS = ("float32", "bfloat16", "float16")
 # Arrays that no product takes, so that they do not choose its precision.
 ELEMENTWISE = ("bias", "magnitude")
@@ -101,7 +110,7 @@ class Plan:
     """A call: everything about it that is not an array."""
 
     operator: str  # "lora.rebuild"
-    implementation: str  # "pallas_triton" or "xla"
+    implementation: str  # "pallas_mosaic", "pallas_triton" or "xla"
     config: Any
     products: Products
     out_dtype: str
@@ -148,7 +157,7 @@ def call(
         expected = " or ".join(repr(p) for p in of_dtype)
         raise ValueError(f"{operator}: precision must be {expected} for operands of dtype {dtype}, got {precision!r}")
     device, interpret = device_of(*(array for array in x.values() if array is not None)), interpreting()
-    chosen, config, passed_over = _choose(operator, dict(x), precision, device, interpret, implementation)
+    chosen, config, passed_over = _choose(operator, dict(x), dtype, precision, device, interpret, implementation)
     plan = Plan(
         operator=operator,
         implementation=chosen,
@@ -164,33 +173,51 @@ def call(
 
 
 def _choose(
-    operator: str, x: dict[str, Any], precision: str, device: Device, interpret: bool, asked: str | None
+    operator: str,
+    x: dict[str, Any],
+    dtype: str,
+    precision: str,
+    device: Device,
+    interpret: bool,
+    asked: str | None,
 ) -> tuple[str, Any, tuple[tuple[str, str], ...]]:
-    """The implementation, the one asked for or else the best that can serve the call; its configuration; and why a
-    better one was passed over."""
+    """The implementation, the one asked for or else the best that can serve the call; its configuration; and why
+    better ones were passed over."""
+    candidates = (*(("pallas_mosaic",) if operator in ON_HOPPER or asked == "pallas_mosaic" else ()), "pallas_triton")
     if asked == "xla":
-        return "xla", None, (("pallas_triton", "implementation='xla' was asked for"),)
-    serves = False
-    try:
-        require_triton(device, interpret)
-        config = _config(operator, x, precision, device)
-        serves = True
-        require_proven("adapters", interpret, named=asked is not None)
-        return "pallas_triton", config, ()
-    except NotImplementedError as reason:
+        return "xla", None, tuple((name, "implementation='xla' was asked for") for name in candidates)
+    passed_over, withheld = [], None
+    for name in candidates:
+        if asked not in (None, "pallas", name):
+            passed_over.append((name, f"implementation={asked!r} was asked for"))
+            continue
+        hopper, named = name == "pallas_mosaic", asked == name or (asked == "pallas" and name == candidates[-1])
+        found = None
+        try:
+            require_triton(device, interpret)
+            if hopper:
+                require_hopper(device, interpret, asked)
+            found = _config(operator, x, dtype, precision, device, hopper=hopper, forced=interpret or asked == name)
+            require_proven("adapters_hopper" if hopper else "adapters", interpret, named=named)
+            break
+        except NotImplementedError as reason:
+            passed_over.append((name, str(reason)))
+            if found is not None:  # where there is no kernel nothing is faster
+                withheld = withheld or f"{name!r}: {reason}"
+    else:
         if asked is not None:
-            raise NotImplementedError(
-                f"{operator}: implementation={asked!r} cannot serve this call: {reason}"
-            ) from reason
-        if serves:  # where there is no kernel nothing is faster
-            warn_once(f"{operator}: taking 'xla', not 'pallas_triton': {reason}")
-        return "xla", None, (("pallas_triton", str(reason)),)
+            reason = dict(passed_over)[asked if asked in candidates else candidates[-1]]
+            raise NotImplementedError(f"{operator}: implementation={asked!r} cannot serve this call: {reason}")
+        name, found = "xla", None
+    if withheld:
+        warn_once(f"{operator}: taking {name!r}, not {withheld}")
+    return name, found, tuple(passed_over)
 
 
-def _config(operator: str, x: dict[str, Any], precision: str, device: Device) -> Any:
+def _config(operator: str, *of_call: Any, **options: Any) -> Any:
     """The configuration of the kernels, or a NotImplementedError that says why they cannot serve the call."""
     try:
-        return _kernels().choose(operator, x, precision, device.block_shared)
+        return _kernels().choose(operator, *of_call, **options)
     except (ImportError, ValueError) as reason:
         raise NotImplementedError(str(reason)) from reason
 

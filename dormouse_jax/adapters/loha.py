@@ -81,7 +81,9 @@ def bypass(
 
         y = x base^T + s x ((B1 A1) * (B2 A2))^T + bias,    s = alpha / r, or alpha / sqrt(r) with rank_stabilized
 
-    It is x W'^T + bias with the W' of `rebuild`, of which blocks of rows are formed, one after the other.
+    It is x W'^T + bias with the W' of `rebuild`. Plain JAX forms blocks of rows of it, one after the other. Kernels
+    multiply by W' in the products' dtype, but for float32 factors of a 16-bit base: the update has a product of its own
+    then, so that one too small to change the rounded base is not lost. In the gradient of x it counts as in W'.
 
     Args:
       x: `[..., I]`, float32, bfloat16 or float16.
@@ -94,7 +96,10 @@ def bypass(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "xla", plain JAX, which None takes too. There are no kernels, as "pallas" and "pallas_triton" say.
+      implementation: "pallas" (the best kernels for the device), "pallas_mosaic" (Hopper, a 16-bit base with float32
+        factors: both products in one), "pallas_triton" or "xla", plain JAX. None takes "pallas" on an NVIDIA GPU, where
+        a GPU has shown it to be right, and under `interpret_kernels()`, and "xla" elsewhere. Kernels take ranks up to
+        128; they form the update, or its sum with base, for as long as they multiply by it.
 
     Returns:
       `[..., O]` in x's dtype. Differentiable in every array; gradients have its dtype. For the backward nothing but the

@@ -88,7 +88,9 @@ def bypass(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "xla", plain JAX, which None takes too. There are no kernels, as "pallas" and "pallas_triton" say.
+      implementation: "pallas" (the best kernels for the device), "pallas_triton" or "xla", plain JAX. None takes
+        "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla"
+        elsewhere. Kernels take factors of sizes up to 128 (64 for float32 operands or on consumer cards).
 
     Returns:
       `[..., O]` in x's dtype. Differentiable in every array; gradients have its dtype. For the backward nothing but the

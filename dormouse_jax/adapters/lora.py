@@ -89,6 +89,7 @@ def bypass(
         y = u + bias, or with a magnitude (DoRA) y_o = magnitude_o u_o / |V_o| + bias_o,    V = base + s B A
 
     It is x W'^T + bias with the W' of `rebuild`, which is not formed: the norms come from products with A and B.
+    "pallas_triton" rounds x base^T to the products' dtype before it adds the rest; the others round the sum alone.
 
     Args:
       x: `[..., I]`, float32, bfloat16 or float16.
@@ -101,7 +102,10 @@ def bypass(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "xla", plain JAX, which None takes too. There are no kernels, as "pallas" and "pallas_triton" say.
+      implementation: "pallas" (the best kernels for the device), "pallas_mosaic" (Hopper, 16-bit operands: the update's
+        product is part of the layer's), "pallas_triton" (a kernel adds the update to XLA's product) or "xla", plain
+        JAX. None takes "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under
+        `interpret_kernels()`, and "xla" elsewhere. Kernels take ranks up to 128 and no magnitude.
 
     Returns:
       `[..., O]` in x's dtype. Differentiable in every array; gradients have its dtype. For the backward x A^T is kept,

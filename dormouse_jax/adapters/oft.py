@@ -37,7 +37,7 @@ def rebuild(
         it). Sums are float32 always.
       implementation: "pallas" (the best kernels for the device), "pallas_triton" or "xla", plain JAX. None takes
         "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla"
-        elsewhere. Kernels take blocks whose n is a power of two up to 64; R itself is plain JAX.
+        elsewhere. Kernels take blocks whose n is a power of two up to 64.
 
     Returns:
       `[O, I]` in base's dtype. Differentiable in P and base; gradients have their dtypes. R is computed in float32, and
@@ -96,7 +96,9 @@ def bypass(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "xla", plain JAX, which None takes too. There are no kernels, as "pallas" and "pallas_triton" say.
+      implementation: "pallas" (the best kernels for the device), "pallas_triton" or "xla", plain JAX. None takes
+        "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla"
+        elsewhere. Kernels take blocks whose n is a power of two up to 64.
 
     Returns:
       `[..., O]` in x's dtype; without base x's shape. Differentiable in every array; gradients have its dtype. For the

@@ -7,6 +7,7 @@ read, so that no array of the weight's size exists but the base, the result and 
 
 from pallas_kernels.adapters import block_diagonal, kronecker, low_rank, sums, tokens
 from pallas_kernels.adapters.config import (
+    BypassConfig,
     LowRankTiles,
     Tiles,
     TokenTiles,
@@ -17,6 +18,7 @@ from pallas_kernels.adapters.config import (
 )
 
 __all__ = [
+    "BypassConfig",
     "LowRankTiles",
     "Tiles",
     "TokenTiles",

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from pallas_kernels.backend_triton import MIN_CONTRACTION, PRECISIONS, ceil_pow2
+from pallas_kernels.gemm import MosaicConfig
 
 MAX_RANK = 128  # a tile holds whole ranks
 MAX_BLOCK = 64  # a tile holds whole blocks
@@ -45,6 +46,21 @@ class LowRankTiles:
 
     forward: Tiles
     backward: Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class BypassConfig:
+    """How a layer under an update of low rank is computed on its tokens.
+
+    Attributes:
+      update: the tiles of the kernels that form the update, or add it.
+      forward, backward: the configurations of the layer's own products, of y and of the gradient of x, where the
+        Hopper kernel that adds the update's product computes them; None where XLA does.
+    """
+
+    update: LowRankTiles
+    forward: MosaicConfig | None = None
+    backward: MosaicConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)

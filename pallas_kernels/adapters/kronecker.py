@@ -89,7 +89,7 @@ def backward(
         at_once=at_once,
         tiles=tiles,
     )
-    dW1, dW2 = add_parts([shares, sums], dtypes, scale=scale, interpret=interpret)
+    dW1, dW2 = add_parts([shares, sums], [scale] * 2, dtypes, interpret=interpret)
     return dW1.reshape(a, b), dW2
 
 

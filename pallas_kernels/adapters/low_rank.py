@@ -35,18 +35,21 @@ def forward(
     tiles: LowRankTiles,
     interpret: bool,
     factor: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """base + scale P [O, I] in out_dtype.
+    """base + scale P + bias [O, I] in out_dtype.
 
     Args:
       pairs: one or two (A [r, I], B [O, r]), of the dtype that the precision names.
       base: [O, I], any float dtype, or None.
       precision: "fp32", "tf32" or "16bit".
       factor: [O] float32, by which the rows of the sum are multiplied, or None.
+      bias: [I], any float dtype, or None.
     """
     (O, rank), I, cut = pairs[0][1].shape, pairs[0][0].shape[1], tiles.forward
     inputs = [x for pair in pairs for x in pair] + ([] if base is None else [base])
     inputs += [] if factor is None else [factor.reshape(O, 1)]
+    inputs += [] if bias is None else [bias.reshape(1, I)]
     (out,) = backend.launch(
         _forward_kernel,
         f"{NAME}_forward",
@@ -59,6 +62,7 @@ def forward(
         pairs=len(pairs),
         has_base=base is not None,
         has_factor=factor is not None,
+        has_bias=bias is not None,
         sizes=(O, I, rank),
         scale=scale,
         precision=precision,
@@ -114,6 +118,7 @@ def backward(
     interpret: bool,
     factor: jax.Array | None = None,
     along: tuple[jax.Array, jax.Array] | None = None,
+    scales: tuple[float, float] | None = None,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """(dA [r, I], dB [O, r]) of each pair, in the dtypes given for it.
 
@@ -121,6 +126,7 @@ def backward(
       G: [O, I], any float dtype.
       factor: f [O], of a single pair, or None for 1.
       along: (e [O] float32, base [O, I]) where V's part of the cotangent counts, which a factor has then too.
+      scales: in place of s in dA and dB.
     """
     (O, rank), I, cut = pairs[0][1].shape, pairs[0][0].shape[1], tiles.backward
     strips, row_tiles = -(-I // cut.cols), -(-O // cut.rows)
@@ -150,7 +156,8 @@ def backward(
         precision=precision,
         tiles=cut,
     )
-    sums = add_parts(found, [dtype for pair in dtypes for dtype in pair], scale=scale, interpret=interpret)
+    scales = (scale, scale) if scales is None else scales
+    sums = add_parts(found, scales * len(pairs), [dtype for pair in dtypes for dtype in pair], interpret=interpret)
     return list(zip(sums[::2], sums[1::2], strict=True))
 
 
@@ -173,7 +180,7 @@ def _column(rows: tuple) -> tuple[tuple, tuple]:
     return rows, (0, 1, None)
 
 
-def _forward_kernel(*refs, pairs, has_base, has_factor, sizes, scale, precision, tiles, interpret):
+def _forward_kernel(*refs, pairs, has_base, has_factor, has_bias, sizes, scale, precision, tiles, interpret):
     dot = backend.Dot(precision, interpret)
     rows, cols, ranks = _spans(pl.program_id(1), pl.program_id(0), sizes, tiles)
     # First what takes longest to come.
@@ -186,7 +193,9 @@ def _forward_kernel(*refs, pairs, has_base, has_factor, sizes, scale, precision,
     if base is not None:
         out += base.astype(jnp.float32)
     if has_factor:
-        out *= backend.load_tile(refs[-2], *_column(rows))
+        out *= backend.load_tile(refs[2 * pairs + has_base], *_column(rows))
+    if has_bias:
+        out += backend.load_tile(refs[-2], (0, 1, None), cols).astype(jnp.float32)
     backend.store_tile(refs[-1], rows, cols, out)
 
 

@@ -18,9 +18,9 @@ _MOST_PARTS = 32  # at a time
 
 
 def add_parts(
-    parts: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], *, scale: float = 1.0, interpret: bool
+    parts: Sequence[jax.Array], scales: Sequence[float], dtypes: Sequence[jnp.dtype], *, interpret: bool
 ) -> list[jax.Array]:
-    """scale times the sum over the first axis of each array, in the dtype beside it."""
+    """The sum over the first axis of each array, times the scale and in the dtype beside it."""
     flat = [x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in parts]
     rows = [min(_MOST_PARTS, backend.ceil_pow2(x.shape[0])) for x in flat]
     programs = [-(-x.shape[1] // (_ELEMENTS // r)) for x, r in zip(flat, rows, strict=True)]
@@ -37,25 +37,25 @@ def add_parts(
         shapes=tuple(x.shape for x in flat),
         rows=tuple(rows),
         programs=tuple(programs),
-        scale=scale,
+        scales=tuple(scales),
     )
     return [x.reshape(part.shape[1:]) for x, part in zip(found, parts, strict=True)]
 
 
-def _kernel(*refs, shapes, rows, programs, scale, interpret):
+def _kernel(*refs, shapes, rows, programs, scales, interpret):
     own, first = pl.program_id(0), 0
-    for ref, out, shape, height, number in zip(refs, refs[len(shapes) :], shapes, rows, programs, strict=False):
-        (length, size), width = shape, _ELEMENTS // height
+    for index, (length, size) in enumerate(shapes):
+        height, number = rows[index], programs[index]
 
         @pl.when((own >= first) & (own < first + number))
-        def _(ref=ref, out=out, first=first, length=length, size=size, height=height, width=width):
+        def _(index=index, first=first, length=length, size=size, height=height, width=_ELEMENTS // height):
             cols = ((own - first) * width, width, size if size % width else None)
 
             def step(i, total):
                 there = (i * height, height, length if length % height else None)
-                return total + jnp.sum(backend.load_tile(ref, there, cols), axis=0, keepdims=True)
+                return total + jnp.sum(backend.load_tile(refs[index], there, cols), axis=0, keepdims=True)
 
             total = lax.fori_loop(0, -(-length // height), step, jnp.zeros((1, width), jnp.float32))
-            backend.store_tile(out, (0, 1, None), cols, scale * total)
+            backend.store_tile(refs[len(shapes) + index], (0, 1, None), cols, scales[index] * total)
 
         first += number

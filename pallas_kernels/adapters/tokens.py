@@ -108,7 +108,7 @@ def backward(
         precision=precision,
         tiles=tiles,
     )
-    dW1, dW2 = add_parts(parts, dtypes, scale=scale, interpret=interpret)
+    dW1, dW2 = add_parts(parts, [scale] * 2, dtypes, interpret=interpret)
     return dX.reshape(T, b * d), dW1, dW2
 
 
@@ -122,7 +122,8 @@ def _axis(size: int, first=0) -> tuple:
     return first, padded, None if padded == size else first + size
 
 
-def _tokens(T: int, tiles: TokenTiles) -> tuple:
+def _tokens(T: int, tiles: TokenTiles) -> tuple[jax.Array, jax.Array]:
+    """The first of a program's tokens, and the first of the next one's."""
     first = pl.program_id(0) * tiles.steps(T)
     return first, jnp.minimum(first + tiles.steps(T), T)
 
@@ -148,7 +149,8 @@ def _forward_kernel(x_ref, W1_ref, W2_ref, *refs, T, sizes, has_base, has_bias, 
         backend.store_tile(refs[-1], rows, _axis(c), out)
         return carry
 
-    lax.fori_loop(*_tokens(T, tiles), token, 0)
+    first, last = _tokens(T, tiles)
+    lax.fori_loop(first, last, token, 0)
 
 
 def _backward_kernel(x_ref, W1_ref, W2_ref, g_ref, *refs, T, sizes, has_base, scale, precision, tiles, interpret):
@@ -176,6 +178,7 @@ def _backward_kernel(x_ref, W1_ref, W2_ref, g_ref, *refs, T, sizes, has_base, sc
         return dW1, dW2
 
     zeros = jnp.zeros(W1.shape, jnp.float32), jnp.zeros(W2.shape, jnp.float32)
-    dW1, dW2 = lax.fori_loop(*_tokens(T, tiles), token, zeros)
+    first, last = _tokens(T, tiles)
+    dW1, dW2 = lax.fori_loop(first, last, token, zeros)
     backend.store_tile(dW1_ref, _axis(a), _axis(b), dW1)
     backend.store_tile(dW2_ref, _axis(c), _axis(d), dW2)

@@ -42,6 +42,7 @@ def matmul(
     out_dtype: jnp.dtype,
     config: TritonConfig | MosaicConfig,
     interpret: bool,
+    more: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """op(a) op(b) + bias. Under `jax.vmap` the products of a batch are computed one after the other, by the kernel that
     one product takes: with a batch it would be another kernel, not held to float64 on a GPU.
@@ -54,6 +55,8 @@ def matmul(
       out_dtype: of the [M, N] output. Sums, and the bias, are float32 before it.
       config: of the kernel to run.
       interpret: whether it runs in interpret mode.
+      more: operands of a second product, stored as the first's are, that is added before the output is rounded. Only
+        the Hopper kernel takes them, of 16 bit and with a contraction that is not split.
     """
     arguments = {
         "transpose_a": transpose_a,
@@ -63,9 +66,14 @@ def matmul(
         "interpret": interpret,
     }
     if isinstance(config, TritonConfig):
+        if more is not None:
+            raise ValueError("the Triton kernel takes no second product")
         run = _triton.matmul
     else:
         from pallas_kernels.gemm import mosaic  # imported where it is used: it changes with every release of JAX
 
         run = mosaic.matmul
-    return jax.custom_batching.sequential_vmap(functools.partial(run, config=config, **arguments))(a, b, bias)
+    run = functools.partial(run, config=config, **arguments)
+    if more is None:
+        return jax.custom_batching.sequential_vmap(run)(a, b, bias)
+    return jax.custom_batching.sequential_vmap(lambda a, b, bias, more: run(a, b, bias, more=more))(a, b, bias, more)

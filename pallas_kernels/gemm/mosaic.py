@@ -43,6 +43,7 @@ class _Call:
     out_dtype: jnp.dtype
     has_bias: bool
     config: MosaicConfig
+    more: int = 0  # stages of a second product, added to the first
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -90,8 +91,12 @@ def matmul(
     out_dtype: jnp.dtype,
     config: MosaicConfig,
     interpret: bool,
+    more: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """op(a) op(b) + bias as [M, N] in out_dtype, op(x) = x or x^T; arguments as in `pallas_kernels.gemm.matmul`."""
+    """op(a) op(b) + bias as [M, N] in out_dtype, op(x) = x or x^T; arguments as in `pallas_kernels.gemm.matmul`.
+
+    more: operands of a second product of M and N, 16-bit ones, that is added before the sum is rounded.
+    """
     K, M = a.shape if transpose_a else a.shape[::-1]
     N = b.shape[0] if transpose_b else b.shape[1]
     if precision == "tf32":
@@ -103,6 +108,8 @@ def matmul(
     a, b = (_padded(x, dtype.name, row_bytes) for x in (a, b))
     a_pieces, b_pieces = (split(x) if precision == "fp32" else [x] for x in (a, b))
     whole = parts_of(K, config.tile_k, config.split)[0] == 1
+    if more is not None and not (whole and precision == "16bit"):
+        raise ValueError(f"a second product needs 16-bit operands and a whole contraction, got {precision!r}, {config}")
     call = _Call(
         M=M,
         N=N,
@@ -114,6 +121,7 @@ def matmul(
         out_dtype=jnp.dtype(out_dtype if whole else jnp.float32),
         has_bias=bias is not None and whole,
         config=config,
+        more=0 if more is None else -(-more[0].shape[0 if transpose_a else 1] // config.tile_k),
     )
     if call.shared_bytes > backend.SHARED_BYTES:
         raise ValueError(f"{config} takes {call.shared_bytes} bytes of shared memory, of {backend.SHARED_BYTES}")
@@ -121,6 +129,8 @@ def matmul(
     if bias is not None and whole:  # read in whole tiles, and without TMA, which would mind where it ends
         columns = config.tiles(M, N)[1] * config.tile_n
         inputs.append(jnp.pad(bias.astype(jnp.float32), (0, columns - N)))
+    if more is not None:
+        inputs += [_padded(x, dtype.name, row_bytes) for x in _whole_stages(*more, call)]
 
     def operand(rows, cols, transposed):
         shape = (cols, rows) if transposed else (rows, cols)
@@ -166,6 +176,16 @@ def split(x: jax.Array) -> list[jax.Array]:
     return pieces
 
 
+def _whole_stages(a: jax.Array, b: jax.Array, call: _Call) -> list[jax.Array]:
+    """The operands of a second product, with zeros up to a whole number of stages."""
+    K = call.more * call.config.tile_k
+
+    def padded(x, axis):
+        return jnp.pad(x, [(0, K - size if i == axis else 0) for i, size in enumerate(x.shape)])
+
+    return [padded(a, 0 if call.transpose_a else 1), padded(b, 1 if call.transpose_b else 0)]
+
+
 def _tf32(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
 
@@ -178,8 +198,9 @@ def _padded(x: jax.Array, dtype: str, row_bytes: int) -> jax.Array:
 
 def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
     config, pieces, (parts, steps) = call.config, call.pieces, call.parts
-    a_refs, b_refs, out_ref = refs[:pieces], refs[pieces : 2 * pieces], refs[-1]
+    a_refs, b_refs = refs[:pieces], refs[pieces : 2 * pieces]
     bias_ref = refs[2 * pieces] if call.has_bias else None
+    more_a_ref, more_b_ref, out_ref = refs[-3:] if call.more else (None, None, refs[-1])
     m_tiles, n_tiles = call.grid
     me, programs = backend.program(), backend.programs()
     mine = lax.div(parts * m_tiles * n_tiles - me + programs - 1, programs)
@@ -196,6 +217,13 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
             n = 2 * n + backend.block()
         return part, m * config.tile_m, n * config.tile_n
 
+    def copy(a_ref, b_ref, rows, cols, ks, slot, piece):
+        a = a_ref.at[(ks, rows) if call.transpose_a else (rows, ks)]
+        b = b_ref.at[(cols, ks) if call.transpose_b else (ks, cols)]
+        at = slot * pieces + piece
+        backend.copy_in(a, a_tiles.at[at], filled.at[slot], shared=config.cluster == "n")
+        backend.copy_in(b, b_tiles.at[at], filled.at[slot], shared=config.cluster == "m")
+
     @pl.when(backend.warpgroup() == _COPIER)
     def _copy():
         backend.become_copier()
@@ -209,14 +237,17 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
                 ks = pl.ds((part * steps + k) * config.tile_k, config.tile_k)
                 pl.when(done >= config.stages)(lambda: backend.wait(emptied.at[slot]))
                 for piece in range(pieces):
-                    a = a_refs[piece].at[(ks, rows) if call.transpose_a else (rows, ks)]
-                    b = b_refs[piece].at[(cols, ks) if call.transpose_b else (ks, cols)]
-                    at = slot * pieces + piece
-                    backend.copy_in(a, a_tiles.at[at], filled.at[slot], shared=config.cluster == "n")
-                    backend.copy_in(b, b_tiles.at[at], filled.at[slot], shared=config.cluster == "m")
+                    copy(a_refs[piece], b_refs[piece], rows, cols, ks, slot, piece)
                 return done + 1
 
-            return lax.fori_loop(0, steps, step, done)
+            def step_of_more(k, done):
+                slot, ks = lax.rem(done, config.stages), pl.ds(k * config.tile_k, config.tile_k)
+                pl.when(done >= config.stages)(lambda: backend.wait(emptied.at[slot]))
+                copy(more_a_ref, more_b_ref, rows, cols, ks, slot, 0)
+                return done + 1
+
+            done = lax.fori_loop(0, steps, step, done)
+            return lax.fori_loop(0, call.more, step_of_more, done) if call.more else done
 
         done = lax.fori_loop(0, mine, tile, jnp.int32(0))
 
@@ -252,7 +283,7 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
 
         def plain(first):
             def body(total):
-                walk(first, steps, lambda slot: backend.multiply(total, *operands(slot, 0, 0)))
+                walk(first, steps + call.more, lambda slot: backend.multiply(total, *operands(slot, 0, 0)))
                 return total[...]
 
             return backend.accumulate(body, (height, config.tile_n))
@@ -293,7 +324,7 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
                     out_ref.at[pl.ds(row + me * height + m, _OUT_ROWS), pl.ds(col + n, call.out_cols)],
                     unread=_OUT_SLOTS - 1 if index or len(cuts) % _OUT_SLOTS == 0 else 0,
                 )
-            return first + steps
+            return first + (steps + call.more)
 
         lax.fori_loop(0, mine, tile, jnp.int32(0))
         backend.finish_copies_out()

@@ -2,43 +2,113 @@
 
 Its functions are those of the family's plain reference, with `out_dtype`, `tiles` and `interpret` besides. `rebuild`
 and `bypass` give the result and what the backward needs beyond the arrays of the call, `rebuild_backward` and
-`bypass_backward` the gradients, of any float dtype. Products of a layer's weight with its tokens are XLA's.
+`bypass_backward` the gradients, of any float dtype. Products of a layer's weight with its tokens are XLA's, but where
+`BypassConfig` says otherwise.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pallas_kernels.adapters as kernels
+from dormouse_jax.adapters.kernels import loha
 from dormouse_jax.adapters.kernels.low_rank import PAIRS
+from dormouse_jax.dispatch import Device
+from pallas_kernels import gemm
+
+# Part of the card that the tiles of a layer's product have to fill for the Hopper kernel, which adds the update's
+# product on the way, to take less time than XLA's product and a kernel that adds the update.
+FILLED = 0.75
 
 
-def choose(operator: str, x: dict[str, Any], precision: str, block_shared: int) -> Any:
-    """The configuration of an operator's kernels on checked arrays, in blocks of so many bytes of shared memory.
+def choose(
+    operator: str, x: dict[str, Any], dtype: str, precision: str, device: Device, *, hopper: bool, forced: bool
+) -> Any:
+    """The configuration of an operator's kernels on checked arrays.
+
+    Args:
+      operator: "lora.rebuild".
+      dtype: of the products' operands.
+      hopper: whether with the kernels that only Hopper cards run.
+      forced: whether they are to run even where others should be faster.
 
     Raises:
       ValueError: there are none that serve the call.
     """
     family, form = operator.split(".")
-    if form == "bypass" and not x["x"].shape[0]:
-        raise ValueError("the kernels take at least one token")
+    choose = _rebuild if form == "rebuild" else _bypass
+    config = choose(family, x, precision, device)
+    if hopper:
+        if not isinstance(config, kernels.BypassConfig):
+            raise ValueError(f"there are no Hopper kernels for {operator}")
+        config = _on_hopper(family, x, dtype, precision, device, config, forced)
+    return config
+
+
+def _rebuild(family: str, x: dict[str, Any], precision: str, device: Device) -> Any:
     if family == "oft":
-        n = x["P"].shape[1]
-        if form == "rebuild":
-            return kernels.choose_block_diagonal(*x["base"].shape, n, precision)
-        (T, features), base = x["x"].shape, x["base"]
-        return kernels.choose_block_diagonal(T, features if base is None else max(base.shape), n, precision)
+        O, I = x["base"].shape
+        return kernels.choose_block_diagonal(O, I, x["P"].shape[1], precision)
     if family == "lokr":
-        W1, W2 = (_shape(x, name) for name in ("W1", "W2"))
-        if form == "bypass":
-            return kernels.choose_tokens(W1, W2, x["x"].shape[0], precision, block_shared)
-        return kernels.choose_kronecker(W1, W2)
-    if form == "bypass":
-        raise ValueError(f"there are no kernels for {operator}")
+        return kernels.choose_kronecker(_shape(x, "W1"), _shape(x, "W2"))
     (down, up), *_ = pairs = PAIRS[family]
     (rank, I), O = x[down].shape, x[up].shape[0]
-    options = {"precision": precision, "dora": x.get("magnitude") is not None, "block_shared": block_shared}
+    options = {"precision": precision, "dora": x.get("magnitude") is not None, "block_shared": device.block_shared}
     return kernels.choose_low_rank(O, I, rank, pairs=len(pairs), **options)
+
+
+def _bypass(family: str, x: dict[str, Any], precision: str, device: Device) -> Any:
+    T = x["x"].shape[0]
+    if not T:
+        raise ValueError("the kernels take at least one token")
+    if family == "oft":
+        features = x["x"].shape[1] if x["base"] is None else max(x["base"].shape)
+        return kernels.choose_block_diagonal(T, features, x["P"].shape[1], precision)
+    if family == "lokr":
+        return kernels.choose_tokens(_shape(x, "W1"), _shape(x, "W2"), T, precision, device.block_shared)
+    if x.get("magnitude") is not None:
+        raise ValueError("the kernels of activations take no magnitude")
+    (down, up), *_ = pairs = PAIRS[family]
+    (rank, I), O = x[down].shape, x[up].shape[0]
+    options: dict[str, Any] = {"precision": precision, "block_shared": device.block_shared}
+    rows, cols = (T, max(O, I)) if family == "lora" else (O, I)  # of what the kernels write
+    return kernels.BypassConfig(kernels.choose_low_rank(rows, cols, rank, pairs=len(pairs), **options))
+
+
+def _on_hopper(
+    family: str,
+    x: dict[str, Any],
+    dtype: str,
+    precision: str,
+    device: Device,
+    config: kernels.BypassConfig,
+    forced: bool,
+) -> kernels.BypassConfig:
+    """The configuration with the layer's own products on the Hopper kernel."""
+    if precision != "16bit":
+        raise ValueError(
+            f"the Hopper kernel adds products of 16-bit operands, and these are of precision {precision!r}"
+        )
+    if x["base"] is None:
+        raise ValueError("without base there is no product to add the update's to")
+    if family == "loha" and loha.rounds_the_sum(x, precision):
+        raise ValueError("there is one product only, as all factors are of 16 bit")
+    (O, I), T = x["base"].shape, x["x"].shape[0]
+
+    def product(N: int, K: int, transpose_b: bool) -> gemm.MosaicConfig:
+        problem = gemm.Problem(T, N, K, precision, dtype, x["x"].dtype.name, transpose_b=transpose_b)
+        if (reason := gemm.why_triton(problem)) and not forced:
+            raise ValueError(reason)
+        found = gemm.choose_mosaic(problem, device_kind=device.kind, cores=device.cores)
+        m, n = found.tiles(T, N)
+        filled = T * N / (-(-m * n // found.blocks) * found.blocks * found.tile_m * found.tile_n)
+        if not forced and (found.split > 1 or filled < FILLED):
+            raise ValueError(f"the Hopper kernel's tiles fill {filled:.0%} of the card only, where [{T}, {N}] come out")
+        return dataclasses.replace(found, split=1)
+
+    backward = product(I, O, False) if family == "lora" else None
+    return dataclasses.replace(config, forward=product(O, I, True), backward=backward)
 
 
 def _shape(x: dict[str, Any], factor: str) -> tuple[int, int]:

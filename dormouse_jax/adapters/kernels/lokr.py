@@ -28,14 +28,16 @@ def rebuild_backward(
     return lokr.backward_of_factors(product, x, W1=dW1, W2=dW2) | {"base": dout}
 
 
-def _factors(product: Products, x) -> list[jax.Array]:
+def _factors(product: Products, x) -> tuple[jax.Array, jax.Array]:
     """W1 and W2, as they are or in float32."""
-    return [lokr.factor(product, x, name) if x.get(name) is None else x[name] for name in ("W1", "W2")]
+    W1, W2 = (lokr.factor(product, x, name) if x.get(name) is None else x[name] for name in ("W1", "W2"))
+    return W1, W2
 
 
-def _dtypes(x) -> list[jnp.dtype]:
+def _dtypes(x) -> tuple[jnp.dtype, jnp.dtype]:
     """Of the gradients of W1 and W2: of products, whose own gradients come from them, float32."""
-    return [jnp.dtype(jnp.float32) if x.get(name) is None else x[name].dtype for name in ("W1", "W2")]
+    W1, W2 = (jnp.dtype(jnp.float32) if x.get(name) is None else x[name].dtype for name in ("W1", "W2"))
+    return W1, W2
 
 
 def bypass(
@@ -61,5 +63,6 @@ def _common(product: Products, scale: float, tiles: Any, interpret: bool) -> dic
     return {"scale": scale, "precision": product.precision, "tiles": tiles, "interpret": interpret}
 
 
-def _rounded(product: Products, x) -> list[jax.Array]:
-    return [product.round(factor) for factor in _factors(product, x)]
+def _rounded(product: Products, x) -> tuple[jax.Array, jax.Array]:
+    W1, W2 = _factors(product, x)
+    return product.round(W1), product.round(W2)

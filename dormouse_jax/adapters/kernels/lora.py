@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dormouse_jax.adapters.kernels.low_rank import named, pairs
+from dormouse_jax.adapters.kernels.low_rank import named, pairs, sum_of_products
 from dormouse_jax.reference import lora
 from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products
+from pallas_kernels.adapters import BypassConfig
 from pallas_kernels.adapters import low_rank as kernels
 
 
@@ -57,3 +58,46 @@ def rebuild_backward(
             grads["base"] -= e[:, None] * V
     dtypes = [(x["A"].dtype, x["B"].dtype)]
     return grads | named("lora", kernels.backward(given, dout, dtypes=dtypes, **common, **of_rows))
+
+
+def bypass(
+    product: Products,
+    x,
+    *,
+    scale: float,
+    detach_norm: bool,
+    out_dtype: jnp.dtype,
+    tiles: BypassConfig,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    tokens, B = product.round(x["x"]), product.round(x["B"])
+    h = product.round(scale * product("ti,ri->tr", tokens, x["A"]))
+    if tiles.forward is not None:
+        options: dict[str, Any] = {"config": tiles.forward, "out_dtype": out_dtype, "interpret": interpret}
+        base = product.round(x["base"])
+        return sum_of_products(tokens, base, (h, B), x["bias"], transpose_b=True, **options), h
+    u = None if x["base"] is None else product.round(product("ti,oi->to", tokens, x["base"]))
+    common = _common(product, tiles, interpret)
+    return kernels.forward([(B.T, h)], u, bias=x["bias"], out_dtype=out_dtype, **common), h
+
+
+def bypass_backward(
+    product: Products, x, kept, dout, *, scale: float, detach_norm: bool, tiles: BypassConfig, interpret: bool
+) -> dict[str, jax.Array]:
+    A, B, h, g, base = product.round(x["A"]), product.round(x["B"]), kept, product.round(dout), x["base"]
+    common, dtype = _common(product, tiles, interpret), jnp.dtype(product.dtype)
+    # One read of g for h^T g, dB transposed, and p = s g B; h has s already.
+    dtypes = [(x["B"].dtype, dtype)]
+    ((dB, p),) = kernels.backward([(B.T, h)], g, dtypes=dtypes, scales=(1.0, scale), **common)
+    grads = {"A": product("tr,ti->ri", p, x["x"]), "B": dB.T, "bias": jnp.sum(f32(dout), axis=0)}
+    if base is not None:
+        grads["base"] = product("to,ti->oi", g, x["x"])  # not computed where nobody wants it
+    if tiles.backward is not None and base is not None:
+        options: dict[str, Any] = {"config": tiles.backward, "out_dtype": x["x"].dtype, "interpret": interpret}
+        return grads | {"x": sum_of_products(g, product.round(base), (p, A), None, transpose_b=False, **options)}
+    u = None if base is None else product.round(product("to,oi->ti", g, base))
+    return grads | {"x": kernels.forward([(A, p)], u, out_dtype=x["x"].dtype, **common)}
+
+
+def _common(product: Products, tiles: BypassConfig, interpret: bool) -> dict[str, Any]:
+    return {"scale": 1.0, "precision": product.precision, "tiles": tiles.update, "interpret": interpret}
