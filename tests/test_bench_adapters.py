@@ -9,6 +9,8 @@ from bench import adapters, device, harness, runtimes
 from bench.spec import load, operator
 from tests.helpers import assert_close
 
+KRONECKER = ["adapter_add_parts", "adapter_kronecker_backward", "adapter_kronecker_forward"]
+
 
 class AdaptersTest(parameterized.TestCase):
     @parameterized.parameters(*adapters.CPU)
@@ -17,8 +19,7 @@ class AdaptersTest(parameterized.TestCase):
         known = adapters.arms()
         inputs = (op := operator(case.op)).inputs(case)
         want = op.oracle(case, inputs)
-        kernels = [known["pallas"]] if op.form == "rebuild" else []
-        for arm in (*kernels, known["xla"], known["torch_eager"]):
+        for arm in (known["pallas"], known["xla"], known["torch_eager"]):
             framework = runtimes.RUNTIMES[arm.framework]
             runtime = framework(op, case, arm, inputs)
             runtime.prepare("fwdbwd")
@@ -30,12 +31,16 @@ class AdaptersTest(parameterized.TestCase):
     def test_the_kernels_are_seen_to_run_and_a_call_without_any_says_so(self):
         with harness.Session(harness.Options(rounds=2)) as session:
             rows = {}
-            for case in adapters.cases(["lokr_rebuild_cpu_bf16", "oft_bypass_cpu_bf16"]):
+            served, refused = adapters.cases(["lokr_rebuild_cpu_bf16", "oft_bypass_cpu_bf16"])
+            refused = dataclasses.replace(refused, params=refused.params | {"block": 3})
+            for case in (served, refused):
                 rows |= {row["op"]: row for row in session.measure(case, [adapters.arms()["pallas"]], ("fwdbwd",))}
         self.assertEqual(rows["lokr_rebuild"]["status"], "OK", rows["lokr_rebuild"]["reason"])
-        self.assertEqual(rows["lokr_rebuild"]["traced"], ["adapter_kronecker_backward", "adapter_kronecker_forward"])
+        self.assertEqual(rows["lokr_rebuild"]["traced"], KRONECKER)
         self.assertEqual(rows["oft_bypass"]["status"], "NOT MEASURED")
-        self.assertRegex(rows["oft_bypass"]["reason"], "there are no kernels for oft.bypass")
+        self.assertRegex(
+            rows["oft_bypass"]["reason"], "the kernels take blocks of a power of two up to 64, and these are of 3"
+        )
 
     def test_a_wrong_arm_is_caught_and_a_compiled_one_captures_a_graph(self):
         (case,) = adapters.cases(["lokr_bypass_cpu_bf16"])

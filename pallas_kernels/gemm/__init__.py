@@ -43,6 +43,7 @@ def matmul(
     config: TritonConfig | MosaicConfig,
     interpret: bool,
     more: tuple[jax.Array, jax.Array] | None = None,
+    name: str | None = None,
 ) -> jax.Array:
     """op(a) op(b) + bias. Under `jax.vmap` the products of a batch are computed one after the other, by the kernel that
     one product takes: with a batch it would be another kernel, not held to float64 on a GPU.
@@ -57,6 +58,7 @@ def matmul(
       interpret: whether it runs in interpret mode.
       more: operands of a second product, stored as the first's are, that is added before the output is rounded. Only
         the Hopper kernel takes them, of 16 bit and with a contraction that is not split.
+      name: of that kernel with a second product, in profiles; by default its own.
     """
     arguments = {
         "transpose_a": transpose_a,
@@ -76,4 +78,5 @@ def matmul(
     run = functools.partial(run, config=config, **arguments)
     if more is None:
         return jax.custom_batching.sequential_vmap(run)(a, b, bias)
-    return jax.custom_batching.sequential_vmap(lambda a, b, bias, more: run(a, b, bias, more=more))(a, b, bias, more)
+    named = {} if name is None else {"name": name}
+    return jax.custom_batching.sequential_vmap(lambda *given: run(*given[:3], more=given[3], **named))(a, b, bias, more)

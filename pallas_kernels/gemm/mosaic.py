@@ -92,6 +92,7 @@ def matmul(
     config: MosaicConfig,
     interpret: bool,
     more: tuple[jax.Array, jax.Array] | None = None,
+    name: str = NAME,
 ) -> jax.Array:
     """op(a) op(b) + bias as [M, N] in out_dtype, op(x) = x or x^T; arguments as in `pallas_kernels.gemm.matmul`.
 
@@ -148,7 +149,7 @@ def matmul(
     blocks = _INTERPRETED_BLOCKS * config.cluster_size if interpret else config.blocks
     out = backend.launch(
         functools.partial(_kernel, call=call),
-        NAME,
+        name,
         inputs,
         jax.ShapeDtypeStruct(call.written, call.out_dtype),
         scratch,

@@ -37,4 +37,5 @@ def sum_of_products(
 ) -> jax.Array:
     """a op(b) + more[0] op(more[1]) + bias of 16-bit operands, by the Hopper kernel, rounded once."""
     options: dict[str, Any] = {"precision": "16bit", "transpose_a": False, "transpose_b": transpose_b, "more": more}
+    options["name"] = "adapter_sum_of_products"
     return gemm.matmul(a, b, bias, out_dtype=out_dtype, config=config, interpret=interpret, **options)
