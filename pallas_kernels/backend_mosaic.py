@@ -161,6 +161,15 @@ def commit() -> None:
     plgpu.commit_smem()
 
 
+def whole_tiles(shape: Sequence[int], axis: int, tile: int) -> tuple[int, ...]:
+    """`shape` with an axis made up to whole tiles.
+
+    For outputs that buffers of `rows` are copied to in tiles that are contiguous there: such a copy ends at the end of
+    the array, but not at that of an axis, and would go on in what comes next.
+    """
+    return tuple(-(-n // tile) * tile if i == axis else n for i, n in enumerate(shape))
+
+
 def copy_buffers_out(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Starts copies of whole buffers, (buffer, target) each, to device memory, after the stores to them."""
     plgpu.commit_smem()

@@ -255,6 +255,18 @@ class ConfigurationTest(parameterized.TestCase):
                 got = value_and_grads(p, "16bit", config, save=save)
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
+    @parameterized.parameters("float32", "bfloat16")
+    def test_the_kernels_for_hopper_leave_the_next_sequence_alone(self, dtype):
+        """A tile of one head of 64 columns is contiguous, and its copy would go on behind the last token."""
+        shape = Shape(B=3, T=152 if helpers.on_gpu() else 24, K=64, V=64, H=1, HV=1)
+        precision = "fp32" if dtype == "float32" else "16bit"
+        config = dataclasses.replace(config_for(precision, shape, 32), serial="mosaic")
+        config = config if dtype == "float32" else dataclasses.replace(config, prepare="mosaic", gradients="mosaic")
+        p = helpers.problem("kda", shape, dtype=jnp.dtype(dtype))
+        for _ in range(5 if helpers.on_gpu() else 1):
+            got = value_and_grads(p, precision, config, save=False)
+            helpers.assert_all_close(got, helpers.oracle(p), precision=precision)
+
     @parameterized.named_parameters(
         ("gate_and_norm", ("l2norm", "gate", "beta"), "bfloat16", 64, 16),
         ("bounded", ("l2norm", "bounded_gate", "beta_to_2"), "float32", 128, 32),

@@ -318,7 +318,9 @@ def run_states(prepared, initial_state, q, v, erase, *, config: KdaConfig, inter
     if with_output:
         reads |= {"Qhat": _Read(4, (rows, bk), wide), "P": _Read(5, (rows, C), within)}
         inputs += [prepared.Qhat, prepared.P]
-        writes["o"] = ("tokens", jax.ShapeDtypeStruct(v.shape, q.dtype))
+        # With one head, a float32 tile of 64 columns is contiguous.
+        shape = bm.whole_tiles(v.shape, 1, C) if exact and sizes.HV == 1 else v.shape
+        writes["o"] = ("tokens", jax.ShapeDtypeStruct(shape, q.dtype))
     if save:
         writes |= {"S": ("rows", jax.ShapeDtypeStruct(x["S"], op)), "U": ("columns", jax.ShapeDtypeStruct(x["U"], op))}
     step = functools.partial(_exact_forward_step if exact else _forward_step, with_output=with_output, save=save)
@@ -326,7 +328,7 @@ def run_states(prepared, initial_state, q, v, erase, *, config: KdaConfig, inter
         "kda_state", sizes, inputs, reads, writes, step, op=op,
         stages=config.hopper_stages, start=initial_state, final=with_output, backwards=False, interpret=interpret,
     )  # fmt: skip
-    return found[0] if with_output else None, final, tuple(found[-2:]) if save else None
+    return found[0][:, : sizes.T] if with_output else None, final, tuple(found[-2:]) if save else None
 
 
 def run_states_bwd(

@@ -420,7 +420,10 @@ def gradients(
     matrices = prepared.P, prepared.M, prepared.norms
     more, scratch = _raw_inputs(raw, sizes, matrices, A_log, dt_bias, o if raw.l2norm else None)
     inputs += more
-    outputs = [shape(x.shape, x.dtype) for x in (q, k, v, g)] + [shape((heads, tiles, nt, C), jnp.float32)]
+    outputs = [shape(x.shape, x.dtype) for x in (q, k, v)]
+    # With one head, a float32 tile of 64 channels is contiguous.
+    outputs.append(shape(bm.whole_tiles(g.shape, 1, C) if sizes.HV == 1 else g.shape, g.dtype))
+    outputs.append(shape((heads, tiles, nt, C), jnp.float32))
     outputs += [shape((heads, nt, 2, bk), jnp.float32)] if raw.gate else []
     within = 2 * C
     scratch |= {
@@ -461,4 +464,4 @@ def gradients(
         of_heads = dgate[0].reshape(sizes.B, sizes.HV, nt, 2, bk)
         dA_log = None if A_log is None else of_heads[..., 0, :].sum(axis=(0, 2, 3)).astype(A_log.dtype)
         ddt_bias = None if dt_bias is None else of_heads[..., 1, :].sum(axis=(0, 2)).reshape(-1).astype(dt_bias.dtype)
-    return dq, dk, dv, dg, dbeta.astype(beta.dtype), dA_log, ddt_bias
+    return dq, dk, dv, dg[:, : sizes.T], dbeta.astype(beta.dtype), dA_log, ddt_bias
