@@ -40,13 +40,7 @@ DOCS = cli.ROOT / "docs" / "cards.md"
 TOOLS = cli.ROOT / ".gate"
 BEGIN, END = "<!-- cards:begin -->", "<!-- cards:end -->"
 WORKER = [sys.executable, "-m", "bench.compile_worker"]
-_GROUPS = (
-    ("kda", "gdn2"),
-    ("gemm", "kda_step"),
-    ("attention",),
-    tuple(f"adapters.{family}.rebuild" for family in ("lora", "loha", "lokr", "oft")),
-)  # operators that share kernels are compiled by one process
-_ATTEMPTS = 20  # processes that may end of one group before the gate gives up
+_ATTEMPTS = 20  # processes that may end before the gate gives up on what they compile
 
 
 # Tools
@@ -160,11 +154,14 @@ def compile_all(plan: Mapping[str, Sequence[Any]], change: Mapping[str, Any], jo
     found: dict[str, Found] = {card: {case.title: {} for case in cases} for card, cases in plan.items()}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         running = {}
-        for card, cases in plan.items():
-            for group in _GROUPS:
-                titles = [case.title for case in cases if case.operator in group]
-                if titles:
-                    running[pool.submit(compile_cases, card, titles, change, stopped)] = card
+        # KDA, which takes longest, comes first for all cards: at the end it would leave cores without work.
+        tasks: dict[tuple[bool, str, str, str], list[str]] = {}
+        for card, case in ((card, case) for card, cases in plan.items() for case in cases):
+            # Operators that share kernels are compiled by one process.
+            group = "kda" if case.operator == "gdn2" else case.operator.split(".")[0]
+            tasks.setdefault((group != "kda", group, case.dtype, card), []).append(case.title)
+        for (*_, card), titles in sorted(tasks.items()):
+            running[pool.submit(compile_cases, card, titles, change, stopped)] = card
         try:
             for future in concurrent.futures.as_completed(running):
                 found[running[future]] |= future.result()
