@@ -48,6 +48,7 @@ from pallas_kernels.kda.forward import (
     of_used_chunks,
     segment_chunks,
     segment_starts,
+    state_dot,
 )
 from pallas_kernels.kda.raw import NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Packing, Sizes, operand_dtype
@@ -125,11 +126,13 @@ def kda_segment_bwd(
     bt.store_tile(added_ref, shared, all_k, bt.load_tile(map_ref, shared, all_k))
 
 
-def kda_combine_bwd(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, interpret: bool):
+def kda_combine_bwd(
+    map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, precision: str, interpret: bool
+):
     """dS at the end of every segment, transposed: the mirror image of `kda_combine`, with D in place of D^T."""
     refs = list(refs)
     final_ref = refs.pop(0) if has_initial else None
-    dot32 = Dot("fp32", interpret)
+    dot = state_dot(precision, interpret)
     first = pl.program_id(0) * v_tile
     all_k, height = (0, sizes.bk, None), sizes.bv + sizes.bk
     dS = load_state(final_ref, sizes.k_cols(), sizes.v_cols(first, v_tile), (v_tile, sizes.bk))
@@ -137,7 +140,7 @@ def kda_combine_bwd(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, ha
         bt.store_tile(refs[0], (segment * sizes.bv + first, v_tile, None), all_k, dS)
         if segment > 0:
             added = bt.load_tile(map_ref, (segment * height + first, v_tile, None), all_k)
-            dS = added + dot32(dS, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k), (1, 1))
+            dS = added + dot(dS, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k), (1, 1))
 
 
 @of_used_chunks(axis=1)
@@ -352,7 +355,15 @@ def run_states_bwd(
             kda_segment_bwd, "kda_segment_bwd", grid, [*inputs, (maps, spec)], [(shape, spec)], **launch, **common
         )
         ends = segment_starts(
-            added, dfinal_state, q, v, erase, config=config, interpret=interpret, body=kda_combine_bwd
+            added,
+            dfinal_state,
+            q,
+            v,
+            erase,
+            precision=precision,
+            config=config,
+            interpret=interpret,
+            body=kda_combine_bwd,
         )
         end = [(ends, pl.BlockSpec((None, None, sizes.bv, sizes.bk), lambda *i: (i[-1], i[-2], 0, 0)))]
     else:

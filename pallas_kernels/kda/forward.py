@@ -320,12 +320,14 @@ def kda_segment(
     bt.store_tile(map_ref, (first, tile, None), (0, sizes.bk, None), S)
 
 
-def kda_combine(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, interpret: bool):
+def kda_combine(
+    map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_initial: bool, precision: str, interpret: bool
+):
     """States that the segments of one value head start from, transposed, [segments * bv, bk]. Grid (V tiles, B *
     HV)."""
     refs = list(refs)
     initial_ref = refs.pop(0) if has_initial else None
-    dot32 = Dot("fp32", interpret)
+    dot = state_dot(precision, interpret)
     first = pl.program_id(0) * v_tile
     all_k, height = (0, sizes.bk, None), sizes.bv + sizes.bk
     S = load_state(initial_ref, sizes.k_cols(), sizes.v_cols(first, v_tile), (v_tile, sizes.bk))
@@ -333,7 +335,12 @@ def kda_combine(map_ref, *refs, sizes: Sizes, v_tile: int, segments: int, has_in
         bt.store_tile(refs[0], (segment * sizes.bv + first, v_tile, None), all_k, S)
         if segment < segments - 1:
             added = bt.load_tile(map_ref, (segment * height + first, v_tile, None), all_k)
-            S = added + dot32(S, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k))
+            S = added + dot(S, bt.load_tile(map_ref, (segment * height + sizes.bv, sizes.bk, None), all_k))
+
+
+def state_dot(precision: str, interpret: bool) -> Dot:
+    """Products of whole states. Where chunks round them to 16 bits or to TF32, one pass in TF32 loses no more."""
+    return Dot("fp32" if precision == "fp32" else "tf32", interpret)
 
 
 def launched(packing: Packing | None) -> tuple:
@@ -422,10 +429,11 @@ def find_segments(
         segments=segments,
         precision=precision,
     )
-    return Segments(maps, segment_starts(maps, initial_state, q, v, erase, config=config, interpret=interpret))
+    starts = segment_starts(maps, initial_state, q, v, erase, precision=precision, config=config, interpret=interpret)
+    return Segments(maps, starts)
 
 
-def segment_starts(maps, initial_state, q, v, erase, *, config: KdaConfig, interpret, body=kda_combine):
+def segment_starts(maps, initial_state, q, v, erase, *, precision, config: KdaConfig, interpret, body=kda_combine):
     """Runs `kda_combine` (or its mirror image, given as body): [B * HV, segments, bv, bk] in float32, and what else
     it returns."""
     sizes = Sizes.of(q, v, erase, config)
@@ -450,6 +458,7 @@ def segment_starts(maps, initial_state, q, v, erase, *, config: KdaConfig, inter
         v_tile=v_tile,
         segments=segments,
         has_initial=initial_state is not None,
+        precision=precision,
     )
     return starts.reshape(maps.shape[0], segments, sizes.bv, sizes.bk)
 
