@@ -1,8 +1,9 @@
 """Packed sequences: where each begins and ends, which chunks they are cut into, and the checks of `cu_seqlens`.
 
 N sequences of any length follow each other in T tokens; sequence n has the tokens cu_seqlens[n] up to
-cu_seqlens[n + 1]. A chunk has tokens of one sequence only, so that there are at most ceil(T / C) + N - 1 of them, a
-number that is known without the values of `cu_seqlens`: a call compiles once for all packings of N sequences.
+cu_seqlens[n + 1]. They are cut into chunks where a sequence ends and at every multiple of C, whatever sequence lies
+there: what copies whole tiles wants them aligned. So there are at most ceil(T / C) + N - 1 chunks, a number that is
+known without the values of `cu_seqlens`: a call compiles once for all packings of N sequences.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Chunks(NamedTuple):
 
     Attributes:
       rows: `[slots, 2]`, the first token of a chunk and the one after its last; both 0 in a slot that is not used.
+        They lie between two multiples of C: token t is row t % C of its chunk.
       sequence: `[slots]`, the sequence that it belongs to.
       first: `[N + 1]`, the first chunk of every sequence; the last number is that of all chunks.
     """
@@ -35,20 +37,20 @@ class Chunks(NamedTuple):
 
 
 def number_of_slots(T: int, N: int, C: int) -> int:
-    """The most chunks of C tokens that N sequences of T tokens altogether can need."""
+    """The most chunks of up to C tokens that N sequences of T tokens altogether can need."""
     return -(-T // C) + N - 1
 
 
 def chunks(cu_seqlens: jax.Array, T: int, C: int) -> Chunks:
-    """Cuts packed sequences into chunks of C tokens; `cu_seqlens` `[N + 1]` may be traced."""
+    """Cuts packed sequences into chunks of up to C tokens; `cu_seqlens` `[N + 1]` may be traced."""
     N = cu_seqlens.shape[0] - 1
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    counts = -((starts - ends) // C)
+    counts = jnp.where(starts < ends, -(-ends // C) - starts // C, 0)
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     slot = jnp.arange(number_of_slots(T, N, C), dtype=jnp.int32)
     sequence = jnp.minimum(jnp.sum(slot[:, None] >= first[1:], axis=1, dtype=jnp.int32), N - 1)
-    start = starts[sequence] + (slot - first[sequence]) * C
-    rows = jnp.stack([start, jnp.minimum(start + C, ends[sequence])], axis=1)
+    tile = (starts[sequence] // C + slot - first[sequence]) * C
+    rows = jnp.stack([jnp.maximum(tile, starts[sequence]), jnp.minimum(tile + C, ends[sequence])], axis=1)
     return Chunks(jnp.where((slot < first[-1])[:, None], rows, 0), sequence, first)
 
 

@@ -90,12 +90,13 @@ def ceil_pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def load_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None]) -> jax.Array:
+def load_tile(ref, rows: tuple[Any, int, Any], cols: tuple[Any, int, Any]) -> jax.Array:
     """Loads a 2D tile, with zeros outside the array.
 
     Args:
       ref: a 2D ref.
-      rows: (first row, number of rows, rows of the array, or None where the tile cannot stick out).
+      rows: (first row, number of rows, limit). limit: rows of the array, or None where the tile cannot stick out; or,
+        of a part of the array, the pair of its first row and the one after its last.
       cols: the same for columns.
     """
     mask = inside(rows, cols)
@@ -103,7 +104,7 @@ def load_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int 
     return pltr.load(view) if mask is None else pltr.load(view, mask=mask, other=0.0)
 
 
-def store_tile(ref, rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None], value: jax.Array) -> None:
+def store_tile(ref, rows: tuple[Any, int, Any], cols: tuple[Any, int, Any], value: jax.Array) -> None:
     """Stores a 2D tile, leaving out what lies outside the array. Arguments as in `load_tile`."""
     pltr.store(ref.at[_span(rows), _span(cols)], value.astype(ref.dtype), mask=inside(rows, cols))
 
@@ -183,15 +184,20 @@ def _span(axis):
     return pl.ds(jnp.asarray(axis[0], jnp.int32), axis[1])
 
 
-def inside(rows: tuple[Any, int, int | None], cols: tuple[Any, int, int | None]) -> jax.Array | None:
+def inside(rows: tuple[Any, int, Any], cols: tuple[Any, int, Any]) -> jax.Array | None:
     """Where a tile lies inside its array; None where it cannot stick out. Arguments as in `load_tile`."""
     mask = None
     if rows[2] is not None:
-        mask = jnp.broadcast_to((rows[0] + jnp.arange(rows[1]) < rows[2])[:, None], (rows[1], cols[1]))
+        mask = jnp.broadcast_to(_within(*rows)[:, None], (rows[1], cols[1]))
     if cols[2] is not None:
-        in_cols = jnp.broadcast_to((cols[0] + jnp.arange(cols[1]) < cols[2])[None, :], (rows[1], cols[1]))
+        in_cols = jnp.broadcast_to(_within(*cols)[None, :], (rows[1], cols[1]))
         mask = in_cols if mask is None else mask & in_cols
     return mask
+
+
+def _within(start: Any, size: int, limit: Any) -> jax.Array:
+    index = start + jnp.arange(size)
+    return (limit[0] <= index) & (index < limit[1]) if isinstance(limit, tuple) else index < limit
 
 
 def launch(

@@ -10,8 +10,8 @@ Per chunk of C tokens, with S0 the state that enters it, G the cumulative sum of
 Everything but the states is computed for many chunks at once; the states follow in a scan. Long sequences go group of
 chunks by group of chunks, so that what is held at a time is bounded. Arrays of N chunks are `[N, B, HV, C, dim]`.
 
-Packed sequences are brought into chunks of one sequence each, the rest of a sequence's last chunk filled with zeros,
-which change no state. The scan then carries the states of all sequences.
+Packed sequences are brought into chunks of one sequence each, the rest of a sequence's first and last chunk filled with
+zeros, which change no state. The scan then carries the states of all sequences.
 """
 
 from __future__ import annotations
@@ -210,11 +210,12 @@ class _Layout:
             found = packing.chunks(cu_seqlens, self.T, self.C)
             fill = self.groups * self.chunks - slots
             rows = jnp.pad(found.rows, ((0, fill), (0, 0)))
-            token = rows[:, :1] + jnp.arange(self.C, dtype=jnp.int32)
+            token = rows[:, :1] // self.C * self.C + jnp.arange(self.C, dtype=jnp.int32)
             # Which token a row of a chunk holds (T: none), and which row of all chunks a token lies in.
-            token = jnp.where(token < rows[:, 1:], token, self.T).reshape(-1)
+            token = jnp.where((rows[:, :1] <= token) & (token < rows[:, 1:]), token, self.T).reshape(-1)
             sequence = packing.sequence_of_tokens(cu_seqlens, self.T)
-            row = found.first[sequence] * self.C + jnp.arange(self.T, dtype=jnp.int32) - cu_seqlens[sequence]
+            row = (found.first[sequence] - cu_seqlens[sequence] // self.C) * self.C
+            row += jnp.arange(self.T, dtype=jnp.int32)
             self.packed = token, row, jnp.pad(found.sequence, (0, fill))
 
     def state(self, state):

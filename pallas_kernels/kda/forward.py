@@ -91,8 +91,8 @@ def of_used_chunks(axis: int):
             if packing is None or interpret:
                 run()
             else:
-                start, limit = chunk_rows(sizes, packing, pl.program_id(axis))
-                pl.when(start < limit)(run)
+                _, (first, end) = chunk_rows(sizes, packing, pl.program_id(axis))
+                pl.when(first < end)(run)
 
         return kernel
 
@@ -278,10 +278,12 @@ def load_state(ref, k_rows: tuple, v_cols: tuple, shape: tuple[int, int]) -> jax
 
 
 def chunk_rows(sizes: Sizes, packing: Packing | None, n) -> tuple:
-    """A chunk's first token, and the one after the last that it may have; None where no chunk sticks out."""
+    """The token of a chunk's first row, and what limits its rows: None where no chunk sticks out, T, or the chunk's own
+    first token and the one after its last."""
     if packing is None:
         return n * sizes.C, sizes.row_limit
-    return packing.rows[n, 0], packing.rows[n, 1]
+    first, end = packing.rows[n, 0], packing.rows[n, 1]
+    return lax.div(first, sizes.C) * sizes.C, (first, end)
 
 
 def segment_chunks(sizes: Sizes, packing: Packing | None, segment, segments: int) -> tuple:

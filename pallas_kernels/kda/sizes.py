@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend_triton import ceil_pow2
@@ -17,7 +18,8 @@ class Packing(NamedTuple):
     """Where the chunks of packed sequences lie, B = 1: int32 arrays, or a program's refs.
 
     Attributes:
-      rows: [slots, 2], the first token of a chunk and the one after its last; equal in a slot that is not used.
+      rows: [slots, 2], the first token of a chunk and the one after its last; equal in a slot that is not used. They
+        lie between two multiples of the chunk size: token t is row t % C of its chunk.
       bounds: [N + 1, 2], the first chunk and the first token of every sequence; the last row says where all end.
     """
 
@@ -106,7 +108,8 @@ class Sizes:
         sequence = head // self.HV
         begin, token = packing.bounds[sequence, 0], packing.bounds[sequence, 1]
         end, limit = packing.bounds[sequence + 1, 0], packing.bounds[sequence + 1, 1]
-        return begin, end, lambda n: (token + (n - begin) * self.C, self.C, limit)
+        first = lax.div(token, self.C) - begin  # In tiles of C tokens, less that in chunks.
+        return begin, end, lambda n: ((first + n) * self.C, self.C, (token, limit))
 
     def k_cols(self) -> tuple:
         return (0, self.bk, self.k_limit)

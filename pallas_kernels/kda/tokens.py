@@ -55,7 +55,7 @@ class Tokens:
 
     Attributes:
       x: the program's refs.
-      start, limit: the chunk's first token, and the one after its last; None where no chunk sticks out.
+      start, limit: the token of the chunk's first row, and what limits its rows, as `forward.chunk_rows` has them.
       norms: 1 / norm of queries, and of keys, [C, 2], where they come raw.
     """
 
