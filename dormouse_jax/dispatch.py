@@ -30,6 +30,7 @@ CONSUMER_SHARED = 101376
 UNPROVEN = {
     "raw": "kernels that take raw gates, beta, queries or keys",
     "packed": "kernels that take packed sequences",
+    "packed_hopper": "the Hopper kernels with packed sequences",
     "hopper": "the serial Hopper kernels with float16, with states given or returned, with sizes other than K = V = 64"
     " or 128, with a last chunk that is not full, or with a chunk size that was asked for",
     "hopper_fp32": "the serial Hopper kernels with float32-accurate products",

@@ -309,7 +309,7 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
             no_starts = raw is None or x.starts is None
             of_chunk = {name: sizes[name] for name in ("K", "V", "T")}
             of_chunk |= {"same_heads": x.q.shape[2] == HV, "dtype": str(x.q.dtype)}
-            of_chunk |= {"plain": operator == "kda" and not packed and no_starts}
+            of_chunk |= {"plain": operator == "kda" and no_starts}
             any_raw = raw is not None and any(dataclasses.astuple(raw))
             shown = x.q.dtype == jnp.bfloat16 and K == V and K in (64, 128) and options.chunk_size is None
             shown = shown and x.initial_state is None and not options.output_final_state
@@ -357,9 +357,11 @@ def _kernel_config(
         config = dataclasses.replace(config, serial="mosaic")
     if config == config.on_triton():
         return config, [("pallas_mosaic", "it is no faster here")]
-    of_serial = {name: sizes[name] for name in ("K", "V", "T", "precision", "packed")}
+    of_serial = {name: sizes[name] for name in ("K", "V", "T", "precision")}
     try:
         require_hopper(device, interpret, asked)
+        if sizes["packed"]:
+            require_proven("packed_hopper", interpret)
         serial_refusal = kernels.hopper_refusal(**of_serial)
         if serial_refusal is None and config.serial == "mosaic":
             serial_refusal = _why_unproven(interpret, sizes, shown and sizes["T"] % config.chunk_size == 0)
@@ -371,8 +373,9 @@ def _kernel_config(
         return config.on_triton(), [("pallas_mosaic", str(reason))]
     chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk)
     refusals = {"serial": serial_refusal, "prepare": chunk_refusal, "gradients": chunk_refusal}
-    if any_raw and chunk_refusal is None:
-        refusals["prepare"] = "the Hopper kernel that prepares the chunks of a forward takes no raw inputs"
+    if (any_raw or sizes["packed"]) and chunk_refusal is None:
+        what = "raw inputs" if any_raw else "packed sequences"
+        refusals["prepare"] = f"the Hopper kernel that prepares the chunks of a forward takes no {what}"
     refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
     config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))
     return config, [("pallas_mosaic", why) for why in dict.fromkeys(refused.values())]

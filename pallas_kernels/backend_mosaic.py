@@ -177,6 +177,11 @@ def copy_buffers_out(pairs: Sequence[tuple[Any, Any]]) -> None:
         plgpu.copy_smem_to_gmem(buffer, target)
 
 
+def copy_row_out(row: Any, target: Any) -> None:
+    """Starts a copy of a plain 1D buffer, after `commit`, to device memory."""
+    plgpu.copy_smem_to_gmem(row, target)
+
+
 def finish_copies_out() -> None:
     """Waits until the buffers of this warpgroup's copies can be given up."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -71,15 +71,17 @@ def _prepare(
             scale=scale, precision=precision, config=config, interpret=interpret, raw=raw, packing=packing,
             matrices=matrices,
         )[0]  # fmt: skip
-    assert write is None and starts is None and packing is None
+    assert write is None and starts is None
     from pallas_kernels.kda import mosaic_chunks, mosaic_prepare
 
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
     if matrices is None:
-        assert not any(dataclasses.astuple(raw))
+        assert not any(dataclasses.astuple(raw)) and packing is None
         matrices = (*mosaic_prepare.matrices(*arguments, **options), None)
     P, M, norms = matrices
-    W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(*arguments, matrices, A_log, dt_bias, raw=raw, **options)
+    W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(
+        *arguments, matrices, A_log, dt_bias, raw=raw, packing=packing, **options
+    )
     return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, norms)
 
 
@@ -90,8 +92,7 @@ def _run_states(
     common = {"config": config, "interpret": interpret, "save": save, "with_output": with_output}
     if config.serial == "triton":
         return _forward.run_states(prepared, split, *arrays, precision=precision, packing=packing, **common)
-    assert packing is None
-    o, final, states = _hopper().run_states(prepared, *arrays, **common)
+    o, final, states = _hopper().run_states(prepared, *arrays, packing=packing, **common)
     return o, final, None if states is None else _forward.States(*states)
 
 
@@ -128,7 +129,7 @@ def backward(
     has_initial = initial_state is not None
     if config.serial == "mosaic":
         dS, dU, dinitial = _hopper().run_states_bwd(
-            prepared, do, dfinal_state, has_initial, q, v, erase, config=config, interpret=interpret
+            prepared, do, dfinal_state, has_initial, q, v, erase, config=config, interpret=interpret, packing=packing
         )
     else:
         dS, dU, dinitial = _backward.run_states_bwd(
@@ -137,10 +138,10 @@ def backward(
     if config.gradients == "mosaic":
         from pallas_kernels.kda import mosaic_chunks
 
-        assert write is None and starts is None and packing is None
+        assert write is None and starts is None
         *grads, dA_log, ddt_bias = mosaic_chunks.gradients(
             prepared, states, dS, dU, q, k, v, g, erase, do, A_log, dt_bias, o,
-            scale=scale, config=config, interpret=interpret, raw=raw,
+            scale=scale, config=config, interpret=interpret, raw=raw, packing=packing,
         )  # fmt: skip
         return *grads, None, dA_log, ddt_bias, dinitial
     grads = _backward.gradients(

@@ -146,10 +146,8 @@ def choose_config(
     return config
 
 
-def hopper_refusal(*, K: int, V: int, T: int, precision: str, packed: bool = False) -> str | None:
+def hopper_refusal(*, K: int, V: int, T: int, precision: str) -> str | None:
     """Why the serial kernels for Hopper cannot serve a call there, or None where they can."""
-    if packed:
-        return "the serial Hopper kernels take no packed sequences"
     if precision == "tf32":
         return "the serial Hopper kernels have no products in one TF32 pass"
     largest = 128 if precision == "16bit" else 64
@@ -166,10 +164,10 @@ def hopper_refusal(*, K: int, V: int, T: int, precision: str, packed: bool = Fal
 def hopper_chunk_refusal(*, K: int, V: int, T: int, same_heads: bool, dtype: str, plain: bool) -> str | None:
     """Why the Hopper kernels of one chunk cannot serve a call, or None where they can.
 
-    same_heads: whether there is a value head a key head; plain: whether it is KDA, and not packed.
+    same_heads: whether there is a value head a key head; plain: whether it is KDA, without segments.
     """
     if not plain:
-        return "the Hopper kernels of one chunk are for KDA, with no packed sequences"
+        return "the Hopper kernels of one chunk are for KDA, without segment_ids"
     if dtype != "bfloat16":
         return f"the Hopper kernels of one chunk multiply bfloat16, got {dtype}"
     if K not in (64, 128) or V not in (64, 128, 256) or not same_heads:

@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.config import KdaConfig
-from pallas_kernels.kda.sizes import Sizes
+from pallas_kernels.kda.mosaic_packing import Span, row_scratch
+from pallas_kernels.kda.sizes import Packing, Sizes
 
 ROWS = 64  # Of S^T in a program: the rows of one product of the tensor cores.
 BUFFERS = 2  # Chunks whose results are on their way out.
@@ -47,21 +48,40 @@ def _walk(
     *refs, sizes: Sizes, op, reads: dict[str, _Read], writes: dict[str, str], step: Callable, inputs: int,
     stages: int, start: bool, final: bool, backwards: bool, interpret: bool, **scratch: Any,
 ):  # fmt: skip
-    """state = step(tiles, write, operand, state), chunk after chunk, from the last input (if start) or zeros to the
-    first output (if final). The other outputs are those of `writes`."""
-    sources, results = refs[:inputs], list(refs[inputs:])
+    """state = step(tiles, write, operand, state), chunk after chunk of a sequence, from the last input (if start) or
+    zeros to the first output (if final). The other outputs are those of `writes`. Of packed sequences the first input
+    is `Packing.bounds`."""
+    sources, results = list(refs[:inputs]), list(refs[inputs:])
+    bounds = sources.pop(0) if sizes.packed else None
     final_ref = results.pop(0) if final else None
     tiles = sizes.bv // ROWS
-    head, rows = lax.div(bm.program(), tiles), pl.ds(lax.rem(bm.program(), tiles) * ROWS, ROWS)
+    of_state, rows = lax.div(bm.program(), tiles), pl.ds(lax.rem(bm.program(), tiles) * ROWS, ROWS)
     full, empty = scratch["full"], scratch["empty"]
+    if bounds is None:
+        head, begin, chunks = of_state, None, sizes.nt
+    else:
+        sequence, head = lax.div(of_state, sizes.HV), lax.rem(of_state, sizes.HV)
+        begin, chunks = bounds[sequence, 0], bounds[sequence + 1, 0] - bounds[sequence, 0]
+        own = bounds[sequence, 1], bounds[sequence + 1, 1]
+        tile_of_begin = lax.div(own[0], sizes.C)
 
-    def place(where: str, n):
+    def place(where: str, n, tokens=None):
         if where == "tokens":
-            return (lax.div(head, sizes.HV), pl.ds(n * sizes.C, sizes.C), lax.rem(head, sizes.HV), rows)
+            tokens = span(n).tokens if tokens is None else tokens
+            if sizes.packed:
+                return (0, tokens, head, rows)
+            return (lax.div(head, sizes.HV), tokens, lax.rem(head, sizes.HV), rows)
         return {"": (head, n), "rows": (head, n, rows), "columns": (head, n, slice(None), rows)}[where]
 
     def chunk(s):
-        return sizes.nt - 1 - s if backwards else s
+        n = chunks - 1 - s if backwards else s
+        return n if begin is None else begin + n
+
+    def span(n):
+        if begin is None:
+            return Span(sizes, n * sizes.C)
+        start = (tile_of_begin + n - begin) * sizes.C
+        return Span(sizes, start, (jnp.maximum(own[0], start), jnp.minimum(own[1], start + sizes.C)))
 
     def operand(value, piece=0):
         """A left operand: the registers themselves, which interpret mode takes from memory alone."""
@@ -87,25 +107,33 @@ def _walk(
                 else:
                     buffers[name][...] = value
 
-            state = step({name: scratch[name].at[slot] for name in reads}, write, operand, state)
+            tiles_of_chunk = {name: scratch[name].at[slot] for name in reads}
+            if sizes.packed:
+                span(chunk(s)).keep(*(tiles_of_chunk[name] for name, x in reads.items() if x.where == "tokens"))
+            state = step(tiles_of_chunk, write, operand, state)
             bm.arrive(empty.at[slot])
             n = chunk(s)
-            bm.copy_buffers_out(
-                [(buffers[name], ref.at[place(writes[name], n)]) for name, ref in zip(writes, results, strict=True)]
-            )
+            of_tokens, others = [], []
+            for name, ref in zip(writes, results, strict=True):
+                if writes[name] == "tokens":
+                    target = functools.partial(lambda ref, tokens: ref.at[place("tokens", n, tokens)], ref)
+                    of_tokens.append((buffers[name], target))
+                else:
+                    others.append((buffers[name], ref.at[place(writes[name], n)]))
+            span(n).copy_out(of_tokens, others, scratch.get("row_tile"))
             return state
 
-        state = bm.load(sources[-1].at[head, rows]) if start else bm.zeros((ROWS, sizes.bk))
-        state = lax.fori_loop(0, sizes.nt, visit, state)
+        state = bm.load(sources[-1].at[of_state, rows]) if start else bm.zeros((ROWS, sizes.bk))
+        state = lax.fori_loop(0, chunks, visit, state)
         if final_ref is not None:
-            final_ref.at[head, rows][...] = state
+            final_ref.at[of_state, rows][...] = state
         bm.finish_copies_out()
 
     @pl.when(bm.warpgroup() == 1)
     def _():
         bm.become_copier()
 
-        @pl.loop(0, sizes.nt)
+        @pl.loop(0, chunks)
         def _(s):
             slot = lax.rem(s, stages)
 
@@ -117,8 +145,15 @@ def _walk(
                 where = place(x.where, chunk(s)) if len(x.shape) == 2 else (head, chunk(s), 0)
                 bm.copy_in(sources[x.array].at[where], scratch[name].at[slot], full.at[slot])
 
-        for s in range(max(0, sizes.nt - stages), sizes.nt):  # No barrier may be given up before all have seen it.
-            bm.wait(empty.at[s % stages])
+        # No barrier may be given up before all have seen it.
+        if sizes.packed:
+
+            @pl.loop(jnp.maximum(0, chunks - stages), chunks)
+            def _(s):
+                bm.wait(empty.at[lax.rem(s, stages)])
+        else:
+            for s in range(max(0, sizes.nt - stages), sizes.nt):
+                bm.wait(empty.at[s % stages])
 
 
 def _forward_step(tile, write, operand, S, *, op, with_output: bool, save: bool, interpret: bool):
@@ -245,6 +280,7 @@ def _exact_backward_step(tile, write, operand, dS, *, op, interpret: bool):
 def _launch(
     name: str, sizes: Sizes, inputs: list, reads: dict[str, _Read], writes: dict[str, tuple[str, Any]], step: Callable,
     *, op: Any, stages: int, start: jax.Array | None, final: bool, backwards: bool, interpret: bool,
+    packing: Packing | None,
 ):  # fmt: skip
     """op: the dtype of what the kernel writes for each chunk. writes: name -> (where, the array's shape and dtype).
     Returns the final state's transpose, if final, and them."""
@@ -252,6 +288,7 @@ def _launch(
         state = start.astype(jnp.float32).reshape(-1, sizes.K, sizes.V).swapaxes(1, 2)
         inputs = [*inputs, jnp.pad(state, ((0, 0), (0, sizes.bv - sizes.V), (0, sizes.bk - sizes.K)))]
     scratch = {"full": bm.barriers(stages, len(reads)), "empty": bm.barriers(stages, 1)}
+    scratch |= row_scratch(sizes, op) if any(where == "tokens" for where, _ in writes.values()) else {}
     for key, x in reads.items():
         shape, dtype = (stages, *x.shape), inputs[x.array].dtype
         scratch[key] = bm.tiles(shape, dtype, x.row_bytes) if x.row_bytes else bm.rows(shape, dtype)
@@ -261,7 +298,8 @@ def _launch(
     if interpret:
         operands = jnp.bfloat16 if op == jnp.float32 else op
         scratch |= {f"left_{n}": bm.rows((6, ROWS, n), operands) for n in (sizes.bk, sizes.C)}
-    outputs = [jax.ShapeDtypeStruct((sizes.B * sizes.HV, sizes.bv, sizes.bk), jnp.float32)] if final else []
+    outputs = [jax.ShapeDtypeStruct((sizes.N * sizes.HV, sizes.bv, sizes.bk), jnp.float32)] if final else []
+    inputs = inputs if packing is None else [packing.bounds, *inputs]
     body = functools.partial(
         _walk,
         sizes=sizes,
@@ -282,14 +320,14 @@ def _launch(
         inputs,
         [*outputs, *(x for _, x in writes.values())],
         scratch,
-        programs=sizes.B * sizes.HV * sizes.bv // ROWS,
+        programs=sizes.N * sizes.HV * sizes.bv // ROWS,
         cluster=1,
         warpgroups=2,
         interpret=interpret,
     )
     state = None
     if final:
-        state = found[0][:, : sizes.V, : sizes.K].swapaxes(1, 2).reshape(sizes.B, sizes.HV, sizes.K, sizes.V)
+        state = found[0][:, : sizes.V, : sizes.K].swapaxes(1, 2).reshape(sizes.N, sizes.HV, sizes.K, sizes.V)
     return state, list(found[len(outputs) :])
 
 
@@ -301,9 +339,12 @@ def _common(sizes: Sizes, prepared: Any) -> dict[str, Any]:
     return found | {"op": prepared.Y.dtype, "rows": prepared.W.shape[2]}
 
 
-def run_states(prepared, initial_state, q, v, erase, *, config: KdaConfig, interpret, save, with_output=True):
+def run_states(
+    prepared, initial_state, q, v, erase,
+    *, config: KdaConfig, interpret, save, with_output=True, packing: Packing | None = None,
+):  # fmt: skip
     """Runs `kda_state`. Arguments and results as in `forward.run_states`, S and U as a tuple."""
-    sizes = Sizes.of(q, v, erase, config)
+    sizes = Sizes.of(q, v, erase, config, packing)
     x = _common(sizes, prepared)
     C, bk, op, rows = sizes.C, sizes.bk, x["op"], x["rows"]
     within, wide, exact = x["within"], x["wide"], op == jnp.float32
@@ -327,15 +368,17 @@ def run_states(prepared, initial_state, q, v, erase, *, config: KdaConfig, inter
     final, found = _launch(
         "kda_state", sizes, inputs, reads, writes, step, op=op,
         stages=config.hopper_stages, start=initial_state, final=with_output, backwards=False, interpret=interpret,
+        packing=packing,
     )  # fmt: skip
     return found[0][:, : sizes.T] if with_output else None, final, tuple(found[-2:]) if save else None
 
 
 def run_states_bwd(
-    prepared, do, dfinal_state, has_initial, q, v, erase, *, config: KdaConfig, interpret
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    prepared, do, dfinal_state, has_initial, q, v, erase,
+    *, config: KdaConfig, interpret, packing: Packing | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Runs `kda_state_bwd`. Arguments and results as in `backward.run_states_bwd`."""
-    sizes = Sizes.of(q, v, erase, config)
+    sizes = Sizes.of(q, v, erase, config, packing)
     x = _common(sizes, prepared)
     C, bk, op, rows = sizes.C, sizes.bk, x["op"], x["rows"]
     within, wide, exact = x["within"], x["wide"], op == jnp.float32
@@ -352,5 +395,6 @@ def run_states_bwd(
     dinitial, found = _launch(
         "kda_state_bwd", sizes, inputs, reads, writes, _exact_backward_step if exact else _backward_step, op=op,
         stages=config.hopper_stages, start=dfinal_state, final=has_initial, backwards=True, interpret=interpret,
+        packing=packing,
     )  # fmt: skip
     return found[0], found[1], dinitial

@@ -21,17 +21,20 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.blocks import FAST_LIMIT
 from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.mosaic_packing import of_chunks, row_scratch
 from pallas_kernels.kda.mosaic_raw import Gate, gate_rows
 from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, beta_rows, check_sizes, exp, tile_scratch
 from pallas_kernels.kda.raw import Raw
-from pallas_kernels.kda.sizes import Sizes
+from pallas_kernels.kda.sizes import Packing, Sizes
 
 
+@of_chunks
 def _kda_grads(
     q, k, v, g, do, beta, M, S, dS, U, dU, decay, *refs,
-    sizes: Sizes, raw: Raw, scale: float, limit: float, op, always_exact: bool, interpret: bool,
+    sizes: Sizes, raw: Raw, scale: float, limit: float, op, always_exact: bool, interpret: bool, span_of: Any,
     q_tile, k_tile, g_tile, v_tile, both, m_tile, s_tile, ds_tile, u_tile, du_tile, beta_row, decay_row,
-    masks, near, far, loaded, given_g: Any = None, row_sums: Any = None, gate_rows: Any = None, **left,
+    masks, near, far, loaded, given_g: Any = None, row_sums: Any = None, gate_rows: Any = None,
+    row_tile: Any = None, **left,
 ):  # fmt: skip
     """refs: o and norms where q and k come raw; exp(A_log) and dt_bias where g does; the results dq, dk, dv, dg, dbeta;
     and what the chunk adds to dA_log and ddt_bias, by key channel, where g comes raw."""
@@ -41,12 +44,14 @@ def _kda_grads(
     tile = lax.rem(bm.program(), tiles)
     n = lax.rem(lax.div(bm.program(), tiles), nt)
     head = lax.div(bm.program(), tiles * nt)
-    b, h, tokens, channels = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * C, C), pl.ds(tile * ROWS, ROWS)
+    b, h, span, channels = lax.div(head, HV), lax.rem(head, HV), span_of(n), pl.ds(tile * ROWS, ROWS)
+    tokens = span.tokens
     shape = (ROWS, C)
     f32 = jnp.float32
     if raw.gate and g.dtype != f32:  # They share memory: g is read before `near` is written, dg written afterwards.
         near, given_g = near
     given_g = g_tile if given_g is None else given_g
+    row_tile = given_g if row_tile is None else row_tile
 
     copies = [
         (q.at[b, tokens, h, channels], q_tile), (k.at[b, tokens, h, channels], k_tile),
@@ -67,10 +72,12 @@ def _kda_grads(
     on.write_masks()
     operand, product, sums = on.operand, on.product, on.sums
     row, col = on.row, on.col
-    gates = Gate(raw, gate_rows, None if sizes.T % C == 0 else n * C + col < sizes.T)
+    gates = Gate(raw, gate_rows, span.inside(col))
 
     bm.commit()
     bm.wait(loaded)
+    of_tokens = [q_tile, k_tile, given_g, v_tile, both.at[pl.ds(0, C)]]
+    span.keep(*of_tokens, *([both.at[pl.ds(C, C)]] if raw.l2norm else []))
 
     # The value side. Rows of `both` below C: do. Those from C on: dR.
     beta_of = bm.load_row(beta_row, shape)
@@ -253,24 +260,26 @@ def _kda_grads(
     beta_row[...] = share + jnp.where(tile == 0, 1.0, 0.0) * value_share
     if raw.gate:
         gate_rows.at[0][...], gate_rows.at[1][...] = dA_share, bias_share
-    outputs = [
-        (q_tile, dq.at[b, tokens, h, channels]), (k_tile, dk.at[b, tokens, h, channels]),
-        (given_g, dg.at[b, tokens, h, channels]), (beta_row, dbeta.at[head, tile, n]),
-    ]  # fmt: skip
+    of_tokens = [
+        (x, ref.at[b, tokens, h, channels], lambda token, ref=ref: ref.at[b, token, h, channels])
+        for x, ref in ((q_tile, dq), (k_tile, dk), (given_g, dg))
+    ]
+    outputs = [(beta_row, dbeta.at[head, tile, n])]
     if raw.gate:
         outputs.append((gate_rows, dgate[0].at[head, n, :, channels]))
-    bm.copy_buffers_out(outputs)
+    span.copy_out(of_tokens, outputs, row_tile)
 
     @pl.when(tile == 0)
     def _():
-        bm.copy_buffers_out([(v_tile, dv.at[b, tokens, h])])
+        span.copy_out([(v_tile, dv.at[b, tokens, h], lambda token: dv.at[b, token, h])], [], row_tile)
 
     bm.finish_copies_out()
 
 
+@of_chunks
 def _kda_prepare(
     q, k, v, g, beta, M, *refs,
-    sizes: Sizes, raw: Raw, scale: float, op, interpret: bool,
+    sizes: Sizes, raw: Raw, scale: float, op, interpret: bool, span_of: Any,
     q_tile, k_tile, g_tile, v_tile, m_tile, w_tile, y_tile, beta_row, decay_row, masks, loaded,
     norm_rows: Any = None, gate_rows: Any = None, **left,
 ):  # fmt: skip
@@ -282,7 +291,8 @@ def _kda_prepare(
     tile = lax.rem(bm.program(), tiles)
     n = lax.rem(lax.div(bm.program(), tiles), nt)
     head = lax.div(bm.program(), tiles * nt)
-    b, h, tokens, channels = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * C, C), pl.ds(tile * ROWS, ROWS)
+    b, h, span, channels = lax.div(head, HV), lax.rem(head, HV), span_of(n), pl.ds(tile * ROWS, ROWS)
+    tokens = span.tokens
     copies = [
         (q.at[b, tokens, h, channels], q_tile), (k.at[b, tokens, h, channels], k_tile),
         (g.at[b, tokens, h, channels], g_tile), (v.at[b, tokens, h], v_tile), (M.at[head, n], m_tile),
@@ -296,7 +306,8 @@ def _kda_prepare(
     on.write_masks()
     bm.commit()
     bm.wait(loaded)
-    gates = Gate(raw, gate_rows, None if sizes.T % C == 0 else n * C + on.col < sizes.T)
+    span.keep(q_tile, k_tile, g_tile, v_tile)
+    gates = Gate(raw, gate_rows, span.inside(on.col))
 
     shape, M_T = (ROWS, C), bm.transpose(m_tile)
     f32 = jnp.float32
@@ -363,7 +374,10 @@ def strength(beta: jax.Array, raw: Raw) -> jax.Array:
     return raw.strength * jax.nn.sigmoid(beta) if raw.beta else beta
 
 
-def prepare(q, k, v, g, beta, matrices, A_log=None, dt_bias=None, *, scale, config: KdaConfig, interpret, raw: Raw):
+def prepare(
+    q, k, v, g, beta, matrices, A_log=None, dt_bias=None,
+    *, scale, config: KdaConfig, interpret, raw: Raw, packing: Packing | None = None,
+):  # fmt: skip
     """Runs the Hopper `kda_prepare` on P, M and norms of an earlier run; returns W, Qhat, Ktil, Y and decay as
     `forward.Prepared` has them.
 
@@ -371,14 +385,16 @@ def prepare(q, k, v, g, beta, matrices, A_log=None, dt_bias=None, *, scale, conf
       ValueError: for other than bfloat16, K of 64 or 128, V of 64, 128 or 256, one value head a key head, and T a
         multiple of 8.
     """
-    sizes = Sizes.of(q, v, beta, config)
+    sizes = Sizes.of(q, v, beta, config, packing)
     check_sizes(sizes, q, k, v)
     heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
     op, shape = q.dtype, jax.ShapeDtypeStruct
-    inputs = [q, k, v, g, beta_rows(strength(beta, raw), sizes), matrices[1]]
+    inputs = [q, k, v, g, beta_rows(strength(beta, raw), sizes, packing), matrices[1]]
     more, scratch = _raw_inputs(raw, sizes, matrices, A_log, dt_bias)
     scratch |= {"norm_rows": bm.rows((2 * C,), jnp.float32)} if raw.l2norm else {}
     inputs += more
+    copies = len(inputs)
+    inputs = inputs if packing is None else [packing.rows, *inputs]
     outputs = [shape((heads, nt, C, bk), op)] * 3
     outputs += [shape((heads, nt, bv, C), op), shape((heads, nt, 1, bk), jnp.float32)]
     scratch |= {
@@ -391,7 +407,7 @@ def prepare(q, k, v, g, beta, matrices, A_log=None, dt_bias=None, *, scale, conf
         "y_tile": bm.tiles((ROWS, C), op, 2 * C),
         "beta_row": bm.rows((C,), jnp.float32),
         "decay_row": bm.rows((ROWS,), jnp.float32),
-        "loaded": bm.barriers(None, len(inputs)),
+        "loaded": bm.barriers(None, copies),
     }
     scratch |= tile_scratch(C, op, interpret)
     return bm.launch(
@@ -402,7 +418,7 @@ def prepare(q, k, v, g, beta, matrices, A_log=None, dt_bias=None, *, scale, conf
 
 def gradients(
     prepared, states, dS, dU, q, k, v, g, beta, do, A_log=None, dt_bias=None, o=None,
-    *, scale, config: KdaConfig, interpret, raw: Raw,
+    *, scale, config: KdaConfig, interpret, raw: Raw, packing: Packing | None = None,
 ):  # fmt: skip
     """Runs the Hopper `kda_grads`; returns dq, dk, dv, dg, dbeta, dA_log and ddt_bias as `backward.gradients` does. o,
     the forward's output, is needed where q and k come raw.
@@ -411,15 +427,20 @@ def gradients(
       ValueError: for other than bfloat16, K of 64 or 128, V of 64, 128 or 256, one value head a key head, and T a
         multiple of 8.
     """
-    sizes = Sizes.of(q, v, beta, config)
+    sizes = Sizes.of(q, v, beta, config, packing)
     check_sizes(sizes, q, k, v, do)
     heads, C, bk, bv, nt = sizes.B * sizes.HV, sizes.C, sizes.bk, sizes.bv, sizes.nt
     tiles, op, shape = bk // ROWS, prepared.W.dtype, jax.ShapeDtypeStruct
+    dtype_of_g = g.dtype
+    if packing is not None and g.dtype != op:  # A row of a packed g leaves in one of two dtypes.
+        g = g.astype(jnp.float32)
     betas = strength(beta, raw)
-    inputs = [q, k, v, g, do, beta_rows(betas, sizes), prepared.M, states.S, dS, states.U, dU, prepared.decay]
+    inputs = [q, k, v, g, do, beta_rows(betas, sizes, packing), prepared.M, states.S, dS, states.U, dU, prepared.decay]
     matrices = prepared.P, prepared.M, prepared.norms
     more, scratch = _raw_inputs(raw, sizes, matrices, A_log, dt_bias, o if raw.l2norm else None)
     inputs += more
+    copies = len(inputs)
+    inputs = inputs if packing is None else [packing.rows, *inputs]
     outputs = [shape(x.shape, x.dtype) for x in (q, k, v)]
     # With one head, a float32 tile of 64 channels is contiguous.
     outputs.append(shape(bm.whole_tiles(g.shape, 1, C) if sizes.HV == 1 else g.shape, g.dtype))
@@ -441,12 +462,15 @@ def gradients(
         "decay_row": bm.rows((ROWS,), jnp.float32),
         "near": bm.tiles((ROWS, C), op, within),
         "far": bm.tiles((ROWS, C), op, within),
-        "loaded": bm.barriers(None, len(inputs)),
+        "loaded": bm.barriers(None, copies),
     }
     # Norms, and two rows of sums.
     scratch |= {"row_sums": bm.rows((3, ROWS), jnp.float32)} if raw.l2norm or raw.gate else {}
-    if g.dtype != jnp.float32:
-        given_g = bm.tiles((C, ROWS), g.dtype)
+    # Rows of packed sequences go through a plain tile, of which a 16-bit g has its own.
+    if g.dtype == jnp.float32:
+        scratch |= row_scratch(sizes, op)
+    else:
+        given_g = (bm.rows if sizes.packed else bm.tiles)((C, ROWS), g.dtype)
         scratch |= {"near": bm.one_of(scratch["near"], given_g)} if raw.gate else {"given_g": given_g}
     scratch |= tile_scratch(C, op, interpret)
     body = functools.partial(
@@ -457,11 +481,18 @@ def gradients(
         body, "kda_grads", inputs, outputs, scratch, programs=heads * nt * tiles, cluster=1, warpgroups=1,
         interpret=interpret,
     )  # fmt: skip
-    dbeta = shares.sum(axis=1).reshape(sizes.B, sizes.HV, nt * C)[..., : sizes.T].swapaxes(1, 2)
+    dbeta = shares.sum(axis=1)
+    if packing is None:
+        dbeta = dbeta.reshape(sizes.B, sizes.HV, nt * C)[..., : sizes.T].swapaxes(1, 2)
+    else:
+        dbeta = packing.from_chunks(jnp.moveaxis(dbeta, 0, 2), sizes.T)[None]
     dbeta = dbeta * betas * (1.0 - betas / raw.strength) if raw.beta else dbeta
     dA_log = ddt_bias = None
     if raw.gate:
         of_heads = dgate[0].reshape(sizes.B, sizes.HV, nt, 2, bk)
+        if packing is not None:  # A slot that is not used leaves no share.
+            used = packing.rows[:, 0] < packing.rows[:, 1]
+            of_heads = jnp.where(used[:, None, None], of_heads, 0.0)
         dA_log = None if A_log is None else of_heads[..., 0, :].sum(axis=(0, 2, 3)).astype(A_log.dtype)
         ddt_bias = None if dt_bias is None else of_heads[..., 1, :].sum(axis=(0, 2)).reshape(-1).astype(dt_bias.dtype)
-    return dq, dk, dv, dg[:, : sizes.T], dbeta.astype(beta.dtype), dA_log, ddt_bias
+    return dq, dk, dv, dg[:, : sizes.T].astype(dtype_of_g), dbeta.astype(beta.dtype), dA_log, ddt_bias

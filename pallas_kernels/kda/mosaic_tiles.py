@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.config import BLOCK, hopper_chunk_refusal
-from pallas_kernels.kda.sizes import Sizes
+from pallas_kernels.kda.sizes import Packing, Sizes
 
 ROWS = 64  # Of a tile: the rows of one product of the tensor cores.
 LOG2_E = 1.4426950408889634
@@ -28,8 +28,12 @@ def tile_scratch(C: int, op: Any, interpret: bool) -> dict[str, Any]:
     return masks | ({f"left_{name}": bm.rows((ROWS, C), op) for name in "ab"} if interpret else {})
 
 
-def beta_rows(beta: jax.Array, sizes: Sizes) -> jax.Array:
-    """beta [B, T, HV] as [B * HV, NT, C] in float32, zeros behind the last token: copies take whole rows."""
+def beta_rows(beta: jax.Array, sizes: Sizes, packing: Packing | None = None) -> jax.Array:
+    """beta [B, T, HV] as [B * HV, NT, C] in float32, zeros where a chunk has no token: copies take whole rows."""
+    if packing is not None:
+        tokens = packing.tokens_of_rows(sizes)
+        found = jnp.take(beta[0].astype(jnp.float32), tokens, axis=0, mode="fill", fill_value=0.0)
+        return jnp.moveaxis(found, 2, 0)
     padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, sizes.nt * sizes.C - sizes.T), (0, 0)))
     return padded.swapaxes(1, 2).reshape(sizes.B * sizes.HV, sizes.nt, sizes.C)
 
@@ -39,7 +43,7 @@ def check_sizes(sizes: Sizes, *arrays: jax.Array) -> None:
     for x in arrays:
         reason = hopper_chunk_refusal(
             K=sizes.K, V=sizes.V, T=sizes.T, same_heads=sizes.H == sizes.HV, dtype=str(x.dtype),
-            plain=not (sizes.channelwise or sizes.packed),
+            plain=not sizes.channelwise,
         )  # fmt: skip
         if reason is not None:
             raise ValueError(reason)

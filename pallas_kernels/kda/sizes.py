@@ -30,6 +30,20 @@ class Packing(NamedTuple):
         """The arrays and their block specifications: every program sees all of them."""
         return self, Packing(*(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in self))
 
+    def tokens_of_rows(self, sizes: Sizes) -> jax.Array:
+        """[slots, C], the token of every row of every chunk, or T where there is none."""
+        first, end = self.rows[:, :1], self.rows[:, 1:]
+        token = lax.div(first, sizes.C) * sizes.C + jnp.arange(sizes.C, dtype=jnp.int32)
+        return jnp.where((first <= token) & (token < end), token, sizes.T)
+
+    def rows_of_tokens(self, sizes: Sizes) -> jax.Array:
+        """[T], where every token is among the rows of all chunks, which follow each other."""
+        token = jnp.arange(sizes.T, dtype=jnp.int32)
+        chunk, start = self.bounds[:-1, 0], self.bounds[:-1, 1]
+        end = self.bounds[1:, 1]
+        sequence = jnp.minimum(jnp.sum(token[:, None] >= end, axis=1, dtype=jnp.int32), sizes.N - 1)
+        return ((chunk - lax.div(start, sizes.C)) * sizes.C)[sequence] + token
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:

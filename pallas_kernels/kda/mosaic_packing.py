@@ -1,0 +1,131 @@
+"""Packed sequences in the Hopper kernels: tiles of C tokens of which some rows may be another chunk's.
+
+The tensor memory accelerator copies whole tiles. What it brings of other rows is replaced by zeros in shared memory; a
+tile whose rows are not all the chunk's own leaves row by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend_mosaic as bm
+from pallas_kernels.kda.mosaic_tiles import ROWS
+from pallas_kernels.kda.sizes import Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The tokens of a chunk.
+
+    Attributes:
+      start: the token of its tile's first row, a multiple of C.
+      own: its first token and the one after its last, of packed sequences; None where the tile's are all its own.
+    """
+
+    sizes: Sizes
+    start: Any
+    own: tuple[Any, Any] | None = None
+
+    @property
+    def tokens(self) -> Any:
+        return pl.ds(self.start, self.sizes.C)
+
+    def inside(self, row: jax.Array) -> jax.Array | None:
+        """Which rows of the tile are the chunk's; None where all are."""
+        if self.own is not None:
+            token = self.start + row
+            return (self.own[0] <= token) & (token < self.own[1])
+        return None if self.sizes.T % self.sizes.C == 0 else self.start + row < self.sizes.T
+
+    @property
+    def shared(self) -> Any:
+        """Whether other chunks have rows of the tile, of packed sequences."""
+        assert self.own is not None
+        first, end = self.own
+        return (first > self.start) | (end < jnp.minimum(self.start + self.sizes.C, self.sizes.T))
+
+    def keep(self, *tiles: Any) -> None:
+        """Replaces other chunks' rows of these tiles [C, n] in shared memory by zeros."""
+        if self.own is None:
+            return
+
+        @pl.when(self.shared)
+        def _():
+            inside = self.inside(bm.indices((ROWS, self.sizes.C))[1])
+            for tile in tiles:
+                for columns in _slabs(tile):
+                    value = bm.load_transposed(tile.at[:, columns])
+                    bm.store_transposed(tile.at[:, columns], jnp.where(inside, value, jnp.zeros_like(value)))
+            bm.commit()
+
+    def copy_out(
+        self, of_tokens: Sequence[tuple[Any, Callable[[Any], Any]]], others: Sequence[tuple[Any, Any]], row_tile: Any
+    ) -> None:
+        """Starts copies to device memory, after the stores to what is copied: of the chunk's rows of tiles [C, n],
+        pairs of a tile and a function from tokens to where they go, and of others, pairs of a buffer and its target.
+
+        row_tile: as of `row_scratch`. Tiles of another dtype are plain ones, [C, 64], that rows can be copied from.
+        """
+        whole = [(tile, place(self.tokens)) for tile, place in of_tokens]
+        if self.own is None or not of_tokens:
+            bm.copy_buffers_out([*whole, *others])
+            return
+        pl.when(jnp.logical_not(self.shared))(functools.partial(bm.copy_buffers_out, [*whole, *others]))
+
+        @pl.when(self.shared)
+        def _():
+            bm.copy_buffers_out(others)
+            for tile, place in of_tokens:
+                for columns in _slabs(tile):
+                    rows = tile
+                    if tile.dtype == row_tile.dtype:
+                        bm.await_buffers(0)
+                        bm.store_transposed(row_tile, bm.load_transposed(tile.at[:, columns]))
+                        rows = row_tile
+                    bm.commit()
+                    self._copy_rows_out(rows, place, columns)
+
+    def _copy_rows_out(self, rows: Any, place: Callable[[Any], Any], columns: Any) -> None:
+        assert self.own is not None
+
+        @pl.loop(*self.own)
+        def _(token):
+            bm.copy_row_out(rows.at[token - self.start], place(token).at[columns])
+
+
+def row_scratch(sizes: Sizes, op: Any) -> dict[str, Any]:
+    """Shared memory through which `Span.copy_out` sends rows: `row_tile`, for packed sequences."""
+    return {"row_tile": bm.rows((sizes.C, ROWS), op)} if sizes.packed else {}
+
+
+def of_chunks(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a kernel of a kernel's body of one chunk: it gets `span_of`, a function from its chunk to that `Span`. Of
+    packed sequences, whose `rows` are the first input, slots that are not used are left out."""
+
+    @functools.wraps(body)
+    def kernel(*refs, sizes: Sizes, **rest):
+        if not sizes.packed:
+            body(*refs, sizes=sizes, span_of=lambda n: Span(sizes, n * sizes.C), **rest)
+            return
+        rows, *refs = refs
+        n = lax.rem(lax.div(bm.program(), sizes.bk // ROWS), sizes.nt)
+        first, end = rows[n, 0], rows[n, 1]
+
+        def span_of(_):
+            return Span(sizes, lax.div(first, sizes.C) * sizes.C, (first, end))
+
+        pl.when(first < end)(functools.partial(body, *refs, sizes=sizes, span_of=span_of, **rest))
+
+    return kernel
+
+
+def _slabs(tile: Any) -> list[Any]:
+    return [pl.ds(i * ROWS, ROWS) for i in range(tile.shape[1] // ROWS)]
