@@ -65,12 +65,11 @@ def _walk(
         own = bounds[sequence, 1], bounds[sequence + 1, 1]
         tile_of_begin = lax.div(own[0], sizes.C)
 
-    def place(where: str, n, tokens=None):
+    def place(where: str, n):
         if where == "tokens":
-            tokens = span(n).tokens if tokens is None else tokens
             if sizes.packed:
-                return (0, tokens, head, rows)
-            return (lax.div(head, sizes.HV), tokens, lax.rem(head, sizes.HV), rows)
+                return (0, span(n).tokens, head, rows)
+            return (lax.div(head, sizes.HV), span(n).tokens, lax.rem(head, sizes.HV), rows)
         return {"": (head, n), "rows": (head, n, rows), "columns": (head, n, slice(None), rows)}[where]
 
     def chunk(s):
@@ -115,11 +114,11 @@ def _walk(
             n = chunk(s)
             of_tokens, others = [], []
             for name, ref in zip(writes, results, strict=True):
+                target = buffers[name], ref.at[place(writes[name], n)]
                 if writes[name] == "tokens":
-                    target = functools.partial(lambda ref, tokens: ref.at[place("tokens", n, tokens)], ref)
-                    of_tokens.append((buffers[name], target))
+                    of_tokens.append((*target, lambda token, ref=ref: ref.at[0, token, head, rows]))
                 else:
-                    others.append((buffers[name], ref.at[place(writes[name], n)]))
+                    others.append(target)
             span(n).copy_out(of_tokens, others, scratch.get("row_tile"))
             return state
 

@@ -67,33 +67,35 @@ class Span:
             bm.commit()
 
     def copy_out(
-        self, of_tokens: Sequence[tuple[Any, Callable[[Any], Any]]], others: Sequence[tuple[Any, Any]], row_tile: Any
+        self, of_tokens: Sequence[tuple[Any, Any, Callable]], others: Sequence[tuple[Any, Any]], row_tile: Any
     ) -> None:
-        """Starts copies to device memory, after the stores to what is copied: of the chunk's rows of tiles [C, n],
-        pairs of a tile and a function from tokens to where they go, and of others, pairs of a buffer and its target.
+        """Starts copies to device memory, after the stores to what is copied.
 
-        row_tile: as of `row_scratch`. Tiles of another dtype are plain ones, [C, 64], that rows can be copied from.
+        of_tokens: the chunk's rows of tiles [C, n]: a tile, where all of it goes, and a function from a token to where
+          its row goes.
+        others: pairs of a buffer and where it goes.
+        row_tile: [C, 64] in plain shared memory, through which rows go. It may be one of the tiles, and those of
+          another dtype are plain themselves.
         """
-        whole = [(tile, place(self.tokens)) for tile, place in of_tokens]
+        everything = [(tile, target) for tile, target, _ in of_tokens] + list(others)
         if self.own is None or not of_tokens:
-            bm.copy_buffers_out([*whole, *others])
+            bm.copy_buffers_out(everything)
             return
-        pl.when(jnp.logical_not(self.shared))(functools.partial(bm.copy_buffers_out, [*whole, *others]))
+        pl.when(jnp.logical_not(self.shared))(functools.partial(bm.copy_buffers_out, everything))
 
         @pl.when(self.shared)
         def _():
             bm.copy_buffers_out(others)
-            for tile, place in of_tokens:
+            for tile, _, place in sorted(of_tokens, key=lambda x: x[0] is not row_tile):
+                through = tile is not row_tile and tile.dtype == row_tile.dtype
                 for columns in _slabs(tile):
-                    rows = tile
-                    if tile.dtype == row_tile.dtype:
+                    if through:
                         bm.await_buffers(0)
                         bm.store_transposed(row_tile, bm.load_transposed(tile.at[:, columns]))
-                        rows = row_tile
-                    bm.commit()
-                    self._copy_rows_out(rows, place, columns)
+                        bm.commit()
+                    self._copy_rows_out(row_tile if through else tile, place, columns)
 
-    def _copy_rows_out(self, rows: Any, place: Callable[[Any], Any], columns: Any) -> None:
+    def _copy_rows_out(self, rows: Any, place: Callable, columns: Any) -> None:
         assert self.own is not None
 
         @pl.loop(*self.own)
@@ -102,7 +104,7 @@ class Span:
 
 
 def row_scratch(sizes: Sizes, op: Any) -> dict[str, Any]:
-    """Shared memory through which `Span.copy_out` sends rows: `row_tile`, for packed sequences."""
+    """Shared memory for `Span.copy_out` of packed sequences: `row_tile`."""
     return {"row_tile": bm.rows((sizes.C, ROWS), op)} if sizes.packed else {}
 
 
