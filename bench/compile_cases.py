@@ -96,6 +96,8 @@ def _delta_rule(card: Card) -> Iterator[Case]:
             yield _kda_case("kda", "saving", saving=True, **sizes, **common)
             if precision == "16bit":
                 yield _kda_case("kda", "packed", packed=True, **sizes, **common)
+                if card.is_hopper and dtype == "bfloat16":
+                    yield _kda_case("kda", "packed equal heads", packed=True, query_heads=HEADS, **sizes, **common)
             yield _kda_case("gdn2", **sizes, **common)
             sizes: dict[str, Any] = {"K": dim - 28, "V": dim // 2 + 8, "batch_heads": MANY, "tokens": ODD_TOKENS}
             yield _kda_case("kda", "odd", **sizes, **common)

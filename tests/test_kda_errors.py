@@ -537,7 +537,13 @@ class DispatchTest(parameterized.TestCase):
         ("float16", {"dtype": jnp.float16}, ("mosaic", "triton"), "multiply bfloat16"),
         ("general_rule", {"operator": "gdn2"}, ("mosaic", "triton"), "are for KDA"),
         ("raw", {"options": {"use_qk_l2norm_in_kernel": True}}, ("mosaic", "mosaic"), None),
-        ("packed", {"B": 1, "options": {"cu_seqlens": np.array([0, 9, 64])}}, ("triton", "triton"), "no packed"),
+        ("packed", {"options": {"cu_seqlens": np.array([0, 9, 64])}}, ("mosaic", "mosaic"), None),
+        (
+            "packed_odd_tokens",
+            {"T": 65, "options": {"cu_seqlens": np.array([0, 9, 65])}},
+            ("triton", "triton"),
+            "tiles of 8 tokens",
+        ),
         ("few_heads", {"H": 4, "HV": 4, "T": 8192}, ("triton", "mosaic"), None),
     )
     def test_the_hopper_kernels_go_by_card_and_call(self, case, expected, reason):
@@ -645,6 +651,26 @@ class DispatchTest(parameterized.TestCase):
             # Segments need no kernel of their own: their starts are gates that forget everything.
             (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, segment_ids=ids))
             self.assertEqual(found.implementation, "pallas_triton")
+
+    @parameterized.parameters(({"cu_seqlens": np.array([0, 9, 64])},), ({},))
+    def test_hopper_kernels_get_packed_sequences_once_a_gpu_has_shown_that_to_be_right(self, options):
+        gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
+        # Of the smaller number of heads the gradients alone have Hopper kernels.
+        for heads, serial in ((16, "mosaic"), (2, "triton")):
+            p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=heads, HV=heads), dtype=jnp.bfloat16)
+            call = functools.partial(dormouse_jax.kda, **p.inputs, **options)
+            with (
+                unittest.mock.patch.dict(dispatch.UNPROVEN, {"packed_hopper": "Hopper kernels, packed"}, clear=True),
+                unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
+            ):
+                (found,) = dormouse_jax.explain(call)
+                if not options:
+                    self.assertEqual((found.config.serial, found.config.gradients), (serial, "mosaic"))
+                    continue
+                self.assertEqual(found.config, found.config.on_triton())
+                self.assertIn("Hopper kernels, packed were not held", dict(found.passed_over)["pallas_mosaic"])
+                with self.assertRaisesRegex(NotImplementedError, "Hopper kernels, packed were not held"):
+                    call(implementation="pallas_mosaic")
 
     def test_a_reason_of_the_kernels_is_passed_on(self):
         with dormouse_jax.interpret_kernels():

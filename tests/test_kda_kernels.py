@@ -55,7 +55,12 @@ def config_for(precision, shape=SHAPE, chunk_size=None):
 
 def value_and_grads(p, precision, config, *, save):
     """As `helpers.value_and_grads`, straight from the kernels."""
-    inputs, (named, raw) = arguments(p), given(p, config)
+    return program(p, precision, config, save=save)(p)
+
+
+def program(p, precision, config, *, save):
+    """`value_and_grads` as a function of problems that have the shapes and options of p: compiled once."""
+    _, raw = given(p, config)
     scale, interpret = p.inputs["q"].shape[-1] ** -0.5, not helpers.on_gpu()
     options = {"scale": scale, "precision": precision, "config": config, "interpret": interpret, "raw": raw}
 
@@ -65,12 +70,17 @@ def value_and_grads(p, precision, config, *, save):
         grads = kernels.backward(*inputs, residuals, do, dfinal_state, o=o, **named, **options)
         return o, final_state, grads
 
-    o, final_state, grads = run(inputs, named, jnp.asarray(p.do), jnp.asarray(p.dfinal_state))
-    names = [name for name in p.inputs if name not in named] + [name for name in ("A_log", "dt_bias") if name in named]
-    found = [d for d in grads if d is not None]
-    return {"o": o, "final_state": final_state} | dict(
-        zip([f"d{name}" for name in [*names, "initial_state"]], found, strict=True)
-    )
+    def call(p):
+        named, _ = given(p, config)
+        o, final_state, grads = run(arguments(p), named, jnp.asarray(p.do), jnp.asarray(p.dfinal_state))
+        gates = [name for name in ("A_log", "dt_bias") if name in named]
+        names = [name for name in p.inputs if name not in named] + gates
+        found = [d for d in grads if d is not None]
+        return {"o": o, "final_state": final_state} | dict(
+            zip([f"d{name}" for name in [*names, "initial_state"]], found, strict=True)
+        )
+
+    return call
 
 
 def port_intermediates(p, chunk_size, dtype, matmul_dtype=None):
@@ -282,6 +292,67 @@ class ConfigurationTest(parameterized.TestCase):
                 config = dataclasses.replace(config, gradients="mosaic", serial=serial)
                 got = value_and_grads(p, "16bit", config, save=save)
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
+
+
+# Kernels for Hopper that take packed sequences: the operator, dtypes of the inputs and of g, K and V, the chunk size,
+# what comes raw, whether residuals are saved, and lengths for interpret mode.
+PACKED_HOPPER = {
+    "small": ("kda", "bfloat16", "float32", 64, 64, 32, (), False, (1, 63, 64, 65, 0, 7)),
+    "raw": ("kda", "bfloat16", "bfloat16", 64, 64, 16, ("l2norm", "gate", "beta"), True, (5, 0, 16, 27)),
+    "float32": ("kda", "float32", "float32", 40, 64, 16, (), False, (5, 0, 16, 27)),
+    "large": ("kda", "bfloat16", "float32", 128, 128, 32, (), False, None),
+    "large_saving": ("kda", "bfloat16", "float32", 128, 128, 16, (), True, None),
+    "large_raw": ("kda", "bfloat16", "bfloat16", 128, 128, 32, ("l2norm", "gate", "beta"), False, None),
+    "bounded": ("kda", "bfloat16", "float32", 128, 64, 32, ("l2norm", "bounded_gate", "beta_to_2"), False, None),
+    "wide": ("kda", "bfloat16", "bfloat16", 64, 256, 16, (), False, None),
+    "float16": ("kda", "float16", "float32", 100, 128, 32, (), False, None),
+    "general": ("gdn2", "bfloat16", "float32", 64, 64, 16, (), False, None),
+    "float32_saving": ("kda", "float32", "float32", 64, 128, 32, (), True, None),
+}
+
+
+class PackedHopperTest(parameterized.TestCase):
+    """Packed sequences in the kernels for Hopper, which copy whole tiles of tokens, whosever they are."""
+
+    # As many tokens and sequences each, so that one program serves them all.
+    PACKINGS = ((1, 63, 64, 65, 0, 7), (0, 200, 0, 0, 0, 0), (32, 64, 32, 40, 32, 0), (3, 1, 1, 30, 65, 100))
+
+    @parameterized.named_parameters(
+        (name, *case) for name, case in PACKED_HOPPER.items() if helpers.on_gpu() or case[-1]
+    )
+    def test_against_the_oracle(self, operator, dtype, dtype_of_g, K, V, chunk_size, raw, save, lengths):
+        dtype, heads = jnp.dtype(dtype), 2 if helpers.on_gpu() else 1
+        packings = self.PACKINGS if helpers.on_gpu() else (lengths,)
+        precision = "fp32" if dtype == jnp.float32 else "16bit"
+        shape, sizes = Shape(T=0, K=K, V=V, H=heads, HV=heads), {"K": K, "V": V, "T": sum(packings[0])}
+        self.assertIsNone(kernels.hopper_refusal(**sizes, precision=precision))
+        refusal = kernels.hopper_chunk_refusal(**sizes, same_heads=True, dtype=str(dtype), plain=operator == "kda")
+        config = config_for(precision, dataclasses.replace(shape, T=sizes["T"]), chunk_size)
+        config = dataclasses.replace(config, serial="mosaic", gradients="triton" if refusal else "mosaic")
+        run = None
+        for lengths in packings:
+            with self.subTest(lengths=lengths):
+                p = helpers.packed(operator, lengths, shape, dtype=dtype, gate_dtype=jnp.dtype(dtype_of_g), decay=0.1)
+                p = helpers.raw(p, *raw, decay=0.1) if raw else p
+                run = run or program(p, precision, config, save=save)
+                got = run(p)
+                helpers.assert_all_close(got, helpers.oracle(p), precision=precision)
+                if lengths == self.PACKINGS[0]:
+                    self.not_a_number_stays_in_its_sequence(run, p, got)
+
+    def not_a_number_stays_in_its_sequence(self, run, p, clean):
+        first, end = p.options["cu_seqlens"][2:4]
+        mine, others = np.s_[first:end], np.array([0, 1, 3, 4, 5])
+        poisoned = {n: np.array(x, np.float32) for n, x in p.inputs.items() if n not in ("A_log", "dt_bias")}
+        poisoned["do"] = np.array(p.do, np.float32)
+        for x in poisoned.values():
+            x[:, mine] = np.nan
+        got = run(p.replace(**poisoned))
+        for name in set(got) - {"dA_log", "ddt_bias"}:
+            of_state = name.endswith("_state")
+            parts = [x[others] if of_state else np.delete(x, mine, axis=1) for x in (got[name], clean[name])]
+            helpers.assert_same_bits({name: parts[0]}, {name: parts[1]})
+            self.assertTrue(np.isnan(np.asarray(got[name][2] if of_state else got[name][:, mine], np.float32)).any())
 
 
 if __name__ == "__main__":

@@ -41,9 +41,12 @@ class Span:
     def inside(self, row: jax.Array) -> jax.Array | None:
         """Which rows of the tile are the chunk's; None where all are."""
         if self.own is not None:
-            token = self.start + row
-            return (self.own[0] <= token) & (token < self.own[1])
+            return self._is_own(row, *self.own)
         return None if self.sizes.T % self.sizes.C == 0 else self.start + row < self.sizes.T
+
+    def _is_own(self, row: jax.Array, first: Any, end: Any) -> jax.Array:
+        token = self.start + row
+        return (first <= token) & (token < end)
 
     @property
     def shared(self) -> Any:
@@ -56,10 +59,11 @@ class Span:
         """Replaces other chunks' rows of these tiles [C, n] in shared memory by zeros."""
         if self.own is None:
             return
+        first, end = self.own
 
         @pl.when(self.shared)
         def _():
-            inside = self.inside(bm.indices((ROWS, self.sizes.C))[1])
+            inside = self._is_own(bm.indices((ROWS, self.sizes.C))[1], first, end)
             for tile in tiles:
                 for columns in _slabs(tile):
                     value = bm.load_transposed(tile.at[:, columns])

@@ -31,9 +31,7 @@ def tile_scratch(C: int, op: Any, interpret: bool) -> dict[str, Any]:
 def beta_rows(beta: jax.Array, sizes: Sizes, packing: Packing | None = None) -> jax.Array:
     """beta [B, T, HV] as [B * HV, NT, C] in float32, zeros where a chunk has no token: copies take whole rows."""
     if packing is not None:
-        tokens = packing.tokens_of_rows(sizes)
-        found = jnp.take(beta[0].astype(jnp.float32), tokens, axis=0, mode="fill", fill_value=0.0)
-        return jnp.moveaxis(found, 2, 0)
+        return jnp.moveaxis(packing.into_chunks(beta[0].astype(jnp.float32), sizes.C), 2, 0)
     padded = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, sizes.nt * sizes.C - sizes.T), (0, 0)))
     return padded.swapaxes(1, 2).reshape(sizes.B * sizes.HV, sizes.nt, sizes.C)
 

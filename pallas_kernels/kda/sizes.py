@@ -30,19 +30,20 @@ class Packing(NamedTuple):
         """The arrays and their block specifications: every program sees all of them."""
         return self, Packing(*(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in self))
 
-    def tokens_of_rows(self, sizes: Sizes) -> jax.Array:
-        """[slots, C], the token of every row of every chunk, or T where there is none."""
+    def into_chunks(self, x: jax.Array, C: int) -> jax.Array:
+        """x [T, ..] as [slots, C, ..], zeros where a chunk has no token."""
         first, end = self.rows[:, :1], self.rows[:, 1:]
-        token = lax.div(first, sizes.C) * sizes.C + jnp.arange(sizes.C, dtype=jnp.int32)
-        return jnp.where((first <= token) & (token < end), token, sizes.T)
+        token = lax.div(first, C) * C + jnp.arange(C, dtype=jnp.int32)
+        own = ((first <= token) & (token < end)).reshape(*token.shape, *[1] * (x.ndim - 1))
+        return jnp.where(own, jnp.take(x, token, axis=0, mode="clip"), 0)
 
-    def rows_of_tokens(self, sizes: Sizes) -> jax.Array:
-        """[T], where every token is among the rows of all chunks, which follow each other."""
-        token = jnp.arange(sizes.T, dtype=jnp.int32)
-        chunk, start = self.bounds[:-1, 0], self.bounds[:-1, 1]
-        end = self.bounds[1:, 1]
-        sequence = jnp.minimum(jnp.sum(token[:, None] >= end, axis=1, dtype=jnp.int32), sizes.N - 1)
-        return ((chunk - lax.div(start, sizes.C)) * sizes.C)[sequence] + token
+    def from_chunks(self, x: jax.Array, T: int) -> jax.Array:
+        """The inverse: x [slots, C, ..] as [T, ..]."""
+        C, token = x.shape[1], jnp.arange(T, dtype=jnp.int32)
+        (chunk, start), ends = self.bounds[:-1].T, self.bounds[1:, 1]
+        sequence = jnp.minimum(jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32), ends.size - 1)
+        row = ((chunk - lax.div(start, C)) * C)[sequence] + token
+        return jnp.take(x.reshape(-1, *x.shape[2:]), row, axis=0, mode="clip")
 
 
 @dataclasses.dataclass(frozen=True)
