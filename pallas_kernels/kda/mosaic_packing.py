@@ -50,10 +50,10 @@ class Span:
 
     @property
     def shared(self) -> Any:
-        """Whether other chunks have rows of the tile, of packed sequences."""
+        """Whether rows of the tile are not the chunk's, of packed sequences."""
         assert self.own is not None
         first, end = self.own
-        return (first > self.start) | (end < jnp.minimum(self.start + self.sizes.C, self.sizes.T))
+        return (first > self.start) | (end < self.start + self.sizes.C)
 
     def keep(self, *tiles: Any) -> None:
         """Replaces other chunks' rows of these tiles [C, n] in shared memory by zeros."""
