@@ -90,7 +90,8 @@ def bypass(
         it). Sums are float32 always.
       implementation: "pallas" (the best kernels for the device), "pallas_triton" or "xla", plain JAX. None takes
         "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla"
-        elsewhere. Kernels take factors of sizes up to 128 (64 for float32 operands or on consumer cards).
+        elsewhere. Kernels take factors of sizes up to 128, half of that for float32 operands, and half on cards with
+        less shared memory than Hopper's.
 
     Returns:
       `[..., O]` in x's dtype. Differentiable in every array; gradients have its dtype. For the backward nothing but the

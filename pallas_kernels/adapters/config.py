@@ -126,9 +126,11 @@ def choose_low_rank(
     if precision == "16bit":
         rows, cols = (64, 256 if pairs == 1 and not dora else 128) if R * pairs <= 64 else (32, 128)
         if block_shared < LARGE_SHARED and R * pairs >= 64:
-            rows, cols = 32, 64
+            rows, cols = 32, 64 if R * pairs <= 128 else 32
     else:
-        rows, cols = (32, 64) if R * pairs <= 64 else (16, 32 if R * pairs <= 128 else 16)
+        rows, cols = (32, 64) if R * pairs <= (64 if block_shared >= LARGE_SHARED else 32) else (16, 32)
+        if R * pairs > 128:
+            rows, cols = 16, 16
     return LowRankTiles(forward, Tiles(_cut(O, rows), _cut(I, cols), warps=8))
 
 
@@ -154,7 +156,7 @@ def choose_tokens(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     (a, b), (c, d) = W1, W2
-    largest = MAX_FACTOR if precision == "16bit" and block_shared >= LARGE_SHARED else MAX_FACTOR // 2
+    largest = MAX_FACTOR // (1 if precision == "16bit" else 2) // (1 if block_shared >= LARGE_SHARED else 2)
     if max(a, b, c, d) > largest:
         raise ValueError(f"the kernels take factors of sizes up to {largest}, and these are {a} x {b} and {c} x {d}")
     _require_countable(T, max(a * c, b * d))
