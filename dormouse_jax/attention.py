@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from dormouse_jax.dispatch import (
     require_triton,
     warn_once,
 )
-from dormouse_jax.explain import OperatorCall, record
+from dormouse_jax.explain import OperatorCall, jitted
 from dormouse_jax.reference import attention as reference
 
 IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla")
@@ -187,6 +186,17 @@ class _Plan:
     interpret: bool
     passed_over: tuple[tuple[str, str], ...]
 
+    def call(self, direction: str) -> OperatorCall:
+        return OperatorCall(
+            operator="attention",
+            direction=direction,
+            implementation=self.implementation,
+            precision=self.precision,
+            interpret=self.interpret,
+            config=self.config,
+            passed_over=self.passed_over,
+        )
+
 
 def _plan(options: _Options, x: _Arguments) -> _Plan:
     """Chooses the implementation: the one asked for, or else the best that can serve the call."""
@@ -258,27 +268,6 @@ def _kernels() -> Any:
     return pallas_kernels.attention
 
 
-@functools.lru_cache(maxsize=4096)
-def _jitted(function: Callable[..., Any], plan: _Plan, direction: str) -> Callable[..., Any]:
-    """`function` of a plan, jitted under a name from which `explain` knows the plan."""
-
-    def run(*arrays):
-        return function(plan, *arrays)
-
-    run.__name__ = run.__qualname__ = record(
-        OperatorCall(
-            operator="attention",
-            direction=direction,
-            implementation=plan.implementation,
-            precision=plan.precision,
-            interpret=plan.interpret,
-            config=plan.config,
-            passed_over=plan.passed_over,
-        )
-    )
-    return jax.jit(run)
-
-
 def _of_implementation(plan: _Plan) -> tuple[Any, dict[str, Any]]:
     """The module that runs a plan, and what its forward and backward take alike."""
     common = {"causal": plan.causal, "scale": plan.scale, "precision": plan.precision}
@@ -309,16 +298,16 @@ def _backward(plan, x, o, lse, do):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_backward(plan: _Plan, x: _Arguments):
-    return _jitted(_forward, plan, "forward")(x)[0]
+    return jitted(_forward, plan, "forward")(x)[0]
 
 
 def _with_backward_fwd(plan, x):
-    o, lse = _jitted(_forward, plan, "forward")(x)
+    o, lse = jitted(_forward, plan, "forward")(x)
     return o, (x, o, lse)
 
 
 def _with_backward_bwd(plan, kept, do):
-    return (_jitted(_backward, plan, "backward")(*kept, do),)
+    return (jitted(_backward, plan, "backward")(*kept, do),)
 
 
 _with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)

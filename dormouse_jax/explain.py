@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -96,6 +97,23 @@ def record(call: OperatorCall) -> str:
     name = name.replace(" ", "_").replace(".", "_")
     _records[name] = call
     return name
+
+
+class Plan(Protocol):
+    """A call as an operator has planned it: hashable, everything about it that is not an array."""
+
+    def call(self, direction: str) -> OperatorCall: ...
+
+
+@functools.lru_cache(maxsize=4096)
+def jitted(function: Callable[..., Any], plan: Plan, direction: str) -> Callable[..., Any]:
+    """`function(plan, *arrays)` of the arrays, jitted under a name from which `explain` knows what the plan calls."""
+
+    def run(*arrays):
+        return function(plan, *arrays)
+
+    run.__name__ = run.__qualname__ = record(plan.call(direction))
+    return jax.jit(run)
 
 
 def _operator_calls(jaxpr: Any) -> Iterator[OperatorCall]:

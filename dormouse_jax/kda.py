@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from dormouse_jax.dispatch import (
     require_triton,
     warn_once,
 )
-from dormouse_jax.explain import OperatorCall, record
+from dormouse_jax.explain import OperatorCall, jitted
 from dormouse_jax.kda_arguments import Arguments, Options, validate
 from dormouse_jax.reference import chunked, recurrent
 
@@ -262,6 +261,17 @@ class _Plan:
     interpret: bool
     passed_over: tuple[tuple[str, str], ...]
 
+    def call(self, direction: str) -> OperatorCall:
+        return OperatorCall(
+            operator=self.operator,
+            direction=direction,
+            implementation=self.implementation,
+            precision=self.precision,
+            interpret=self.interpret,
+            config=self.config,
+            passed_over=self.passed_over,
+        )
+
 
 def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     """Chooses the implementation: the one asked for, or else the best that can serve the call."""
@@ -400,29 +410,8 @@ def _kernels() -> Any:
     return pallas_kernels.kda
 
 
-@functools.lru_cache(maxsize=4096)
-def _jitted(function: Callable[..., Any], plan: _Plan, direction: str) -> Callable[..., Any]:
-    """`function` of a plan, jitted under a name from which `explain` knows the plan."""
-
-    def run(*arrays):
-        return function(plan, *arrays)
-
-    run.__name__ = run.__qualname__ = record(
-        OperatorCall(
-            operator=plan.operator,
-            direction=direction,
-            implementation=plan.implementation,
-            precision=plan.precision,
-            interpret=plan.interpret,
-            config=plan.config,
-            passed_over=plan.passed_over,
-        )
-    )
-    return jax.jit(run)
-
-
 def _by_autodiff(plan: _Plan, x: Arguments):
-    return _jitted(_recurrent, plan, "forward")(x)
+    return jitted(_recurrent, plan, "forward")(x)
 
 
 def _recurrent(plan, x):
@@ -491,18 +480,18 @@ def _of_kernels(plan: _Plan, x: Arguments) -> dict[str, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_backward(plan: _Plan, x: Arguments):
-    return _jitted(_forward, plan, "forward")(x)
+    return jitted(_forward, plan, "forward")(x)
 
 
 def _with_backward_fwd(plan, x):
     phase = "forward with residuals" if plan.residuals == "save" else "forward"
-    o, final_state, residuals = _jitted(_forward_with_residuals, plan, phase)(x)
+    o, final_state, residuals = jitted(_forward_with_residuals, plan, phase)(x)
     # The gradients of raw queries and keys are formed with the help of o.
     return (o, final_state), (x, residuals, o if plan.raw is not None and plan.raw.l2norm else None)
 
 
 def _with_backward_bwd(plan, kept, cotangents):
-    return (_jitted(_backward, plan, "backward")(*kept, *cotangents),)
+    return (jitted(_backward, plan, "backward")(*kept, *cotangents),)
 
 
 _with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)

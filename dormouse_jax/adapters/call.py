@@ -22,7 +22,7 @@ from dormouse_jax.dispatch import (
     require_triton,
     warn_once,
 )
-from dormouse_jax.explain import OperatorCall, record
+from dormouse_jax.explain import OperatorCall, jitted
 from dormouse_jax.reference.products import Products
 
 IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla")
@@ -133,6 +133,17 @@ class Plan:
             options |= {"tiles": self.config, "interpret": self.interpret}
         return functools.partial(getattr(module, self.operator.split(".")[1] + direction), self.products, **options)
 
+    def call(self, direction: str) -> OperatorCall:
+        return OperatorCall(
+            operator=self.operator,
+            direction=direction,
+            implementation=self.implementation,
+            precision=self.products.precision,
+            interpret=self.interpret,
+            config=self.config,
+            passed_over=self.passed_over,
+        )
+
 
 def call(
     operator: str,
@@ -229,27 +240,6 @@ def _kernels() -> Any:
     return kernels
 
 
-@functools.lru_cache(maxsize=4096)
-def _jitted(function: Callable[..., Any], plan: Plan, direction: str) -> Callable[..., Any]:
-    """`function` of a plan, jitted under a name from which `explain` knows the plan."""
-
-    def run(*arrays):
-        return function(plan, *arrays)
-
-    run.__name__ = run.__qualname__ = record(
-        OperatorCall(
-            operator=plan.operator,
-            direction=direction,
-            implementation=plan.implementation,
-            precision=plan.products.precision,
-            interpret=plan.interpret,
-            config=plan.config,
-            passed_over=plan.passed_over,
-        )
-    )
-    return jax.jit(run)
-
-
 # Forward
 
 
@@ -278,18 +268,18 @@ def _backward(plan, x, kept, dout):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_backward(plan: Plan, x: dict[str, Any]):
-    return _jitted(_forward, plan, "forward")(x)
+    return jitted(_forward, plan, "forward")(x)
 
 
 def _with_backward_fwd(plan, x):
     if not plan.keeps:
-        return _jitted(_forward, plan, "forward")(x), (x, None)
-    out, kept = _jitted(_forward_with_residuals, plan, "forward with residuals")(x)
+        return jitted(_forward, plan, "forward")(x), (x, None)
+    out, kept = jitted(_forward_with_residuals, plan, "forward with residuals")(x)
     return out, (x, kept)
 
 
 def _with_backward_bwd(plan, kept, dout):
-    return (_jitted(_backward, plan, "backward")(*kept, dout),)
+    return (jitted(_backward, plan, "backward")(*kept, dout),)
 
 
 _with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)
