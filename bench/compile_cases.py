@@ -56,7 +56,7 @@ class Case:
 
 def cases(card: Card) -> list[Case]:
     """The calls for a card, the same in every process."""
-    found = [*_delta_rule(card), *_steps(), *_gemm(card), *_attention(card), *_adapters()]
+    found = [*_delta_rule(card), *_steps(), *_gemm(card), *_attention(card), *_adapters(), *_bypasses(card)]
     titles = [case.title for case in found]
     repeated = {title for title in titles if titles.count(title) > 1}
     if repeated:
@@ -305,6 +305,30 @@ def _adapters() -> Iterator[Case]:
                 yield _adapter_case("lokr", title, arrays, dtype=dtype, precision=precision, fast=fast, scale=1.0)
 
 
+def _bypasses(card: Card) -> Iterator[Case]:
+    for dtype, precision in PRECISIONS:
+        common: dict[str, Any] = {"dtype": dtype, "precision": precision, "form": "bypass"}
+        fast = dtype == "bfloat16"
+        for T, O, I, rank, what in ((4096, 3072, 3072, 16, ""), (77, 515, 1003, 20, "odd")):
+            layer = {"x": (T, I), "base": (O, I), "bias": (O,)}
+            pair = {"A": (rank, I), "B": (O, rank)}
+            for implementation in ("pallas_triton", "pallas_mosaic") if card.is_hopper else ("pallas_triton",):
+                if implementation == "pallas_triton" or precision == "16bit":
+                    options = {"alpha": 1.0, "implementation": implementation}
+                    yield _adapter_case("lora", f"r={rank}", pair | layer, what=what, **options, **common)
+            pairs = {f"{name}{i}": shape for name, shape in pair.items() for i in (1, 2)}
+            yield _adapter_case("loha", f"r={rank}", pairs | layer, what=what, alpha=1.0, **common)
+        for n in (4, 64):
+            arrays = {"x": (4096, 1280), "P": (1280 // n, n, n), "base": (1280, 1280)}
+            yield _adapter_case("oft", f"n={n}", arrays, side="output", fast=fast and n == 4, **common)
+        largest = (128 if precision == "16bit" else 64) // (1 if card.block_shared >= 232448 else 2)
+        for a, b, c, d in dict.fromkeys(((32, 32, 32, 32), (largest,) * 4, (5, 3, 34, 29))):
+            if max(a, b, c, d) <= largest:
+                arrays = {"x": (4096, b * d), "W1": (a, b), "W2": (c, d), "base": (a * c, b * d)}
+                title = f"W1=[{a}, {b}] W2=[{c}, {d}]"
+                yield _adapter_case("lokr", title, arrays, scale=1.0, fast=fast and a == 32, **common)
+
+
 def _adapter_case(
     family: str,
     sizes: str,
@@ -312,11 +336,14 @@ def _adapter_case(
     *,
     dtype: str,
     precision: str,
+    form: str = "rebuild",
     what: str = "",
     fast: bool = False,
+    implementation: str = "pallas_triton",
     **options: Any,
 ) -> Case:
-    title = " ".join(word for word in (f"{family}.rebuild", what, dtype, precision, sizes) if word)
+    backend = "Hopper" if implementation == "pallas_mosaic" else ""
+    title = " ".join(word for word in (f"{family}.{form}", backend, what, dtype, precision, sizes) if word)
     arrays: dict[str, Any] = {name: (shape, dtype) for name, shape in shapes.items()}
-    options |= {"precision": precision, "implementation": "pallas_triton"}
-    return Case(f"adapters.{family}.rebuild", title, dtype, arrays, options, fast=fast)
+    options |= {"precision": precision, "implementation": implementation}
+    return Case(f"adapters.{family}.{form}", title, dtype, arrays, options, fast=fast)
