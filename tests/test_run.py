@@ -205,7 +205,7 @@ class RunTest(parameterized.TestCase):
             self.add_nvidia_smi(*smi)
         status, output = self.call("setup")
         self.assertEqual(status, 0, output)
-        self.assertEndsWith(self.asked("-m pip install")[0], f" -e .[{extra},plot,dev]")
+        self.assertEndsWith(self.asked("-m pip install")[0], f" -e .[{extra},plot,train,dev]")
 
     def test_driver_that_appears_later_gets_its_extra_and_a_lost_one_keeps_it(self):
         self.add_python()
@@ -223,7 +223,7 @@ class RunTest(parameterized.TestCase):
         self.call("setup", DORMOUSE_EXTRA="cuda13,peers")
         self.call("setup")
         self.assertLen(self.asked("-m pip install"), 1)
-        self.assertIn(".[cuda13,peers,plot,dev]", self.asked("-m pip install")[0])
+        self.assertIn(".[cuda13,peers,plot,train,dev]", self.asked("-m pip install")[0])
 
     def test_changed_pyproject_installs_again_into_the_same_environment(self):
         self.add_python()

@@ -66,11 +66,12 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A decoder and how it is trained by default: sequences a step, their tokens, the peak of the learning rate."""
+    """A decoder and how it is trained by default: sequences a step, tokens of each, steps, the peak learning rate."""
 
     decoder: DecoderConfig
     batch_size: int
     sequence_length: int
+    steps: int
     learning_rate: float
 
 
@@ -88,6 +89,7 @@ PRESETS = {
         ),
         batch_size=8,
         sequence_length=256,
+        steps=400,
         learning_rate=3e-3,
     ),
     # The shape at which the operators were first measured: 12 heads of 64, 10 sequences of 512 tokens, 4 iterations.
@@ -95,12 +97,14 @@ PRESETS = {
         DecoderConfig(hidden_size=768, num_layers=4, num_heads=12, head_dim=64, intermediate_size=2048, loops=4),
         batch_size=10,
         sequence_length=512,
+        steps=5000,
         learning_rate=1e-3,
     ),
     "340m": Preset(
         DecoderConfig(hidden_size=1024, num_layers=24, num_heads=8, head_dim=128, intermediate_size=3072),
         batch_size=8,
         sequence_length=2048,
+        steps=5000,
         learning_rate=6e-4,
     ),
 }
