@@ -89,7 +89,7 @@ PRESETS = {
         ),
         batch_size=8,
         sequence_length=256,
-        steps=400,
+        steps=300,
         learning_rate=3e-3,
     ),
     # The shape at which the operators were first measured: 12 heads of 64, 10 sequences of 512 tokens, 4 iterations.
