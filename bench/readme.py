@@ -3,13 +3,14 @@
     python -m bench.readme [--results bench/results] [--check]
 
 The tables are the verdict's: losses first. What took part in an earlier run only, such as the PyTorch port, whose
-compiler takes minutes, is in the folder `ports` and gets a table of its own. --check writes nothing and fails when the
-README is not up to date.
+compiler takes minutes, is in the folder `ports` and gets a table of its own; so do the logs of `dormouse_jax.train` in
+the folder `training`, each with its plot beside it. --check writes nothing and fails when the README is not up to date.
 """
 
 from __future__ import annotations
 
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from bench import cli, report, results, stats
 from bench.plot import LABELS
 from bench.spec import MODE_TITLES, OPERATORS, UsageError
 from bench.verdict import base, families, verdicts
+from dormouse_jax.training import log
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 Documents = Sequence[tuple[pathlib.Path, Mapping[str, Any]]]
@@ -31,7 +33,9 @@ def _label(row: Mapping[str, Any]) -> str:
     return str(LABELS.get(base(row["arm"]), row["arm"])).replace(" (ours)", "") + precision
 
 
-def markdown(documents: Documents, root: pathlib.Path, ports: Documents = ()) -> str:
+def markdown(
+    documents: Documents, root: pathlib.Path, ports: Documents = (), training: Sequence[pathlib.Path] = ()
+) -> str:
     """The block between the markers."""
     entries = verdicts(documents, "pallas")
     if not entries:
@@ -59,6 +63,7 @@ def markdown(documents: Documents, root: pathlib.Path, ports: Documents = ()) ->
     figures = [p for path, _ in documents for p in sorted(path.parent.glob("*_time.png"))]
     for figure in dict.fromkeys(figures):
         lines += [f"![{figure.stem.replace('_', ' ')}]({figure.relative_to(root).as_posix()})", ""]
+    lines += _training(training, root)
     files = ", ".join(f"`{path.relative_to(root).as_posix()}`" for path, _ in documents)
     lines += [f"From {files} by `python -m bench.readme`; raw samples are in there."]
     return "\n".join(lines)
@@ -91,6 +96,43 @@ def _ports(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
             mode = MODE_TITLES[row["mode"]].split(" (")[0]
             lines.append(f"| {row['case']} | {mode} | {ours} | {_label(row)} | {time} | {accuracy} | {ratio} |")
     return [*lines, ""]
+
+
+def _training(paths: Sequence[pathlib.Path], root: pathlib.Path) -> list[str]:
+    """The table of logs of `dormouse_jax.train`, and their plots."""
+    if not paths:
+        return []
+    lines = [
+        "Training by `python -m dormouse_jax.train`: losses on the validation text in nats a byte, which a model that "
+        "sees no context, or one byte of it, brings down to the entropies at best; the median of tokens a second.",
+        "",
+        "| log | model | devices | steps x tokens | tokens/s | loss before | after | unigram, bigram entropy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in paths:
+        record = log.read(path)
+        start = next(line for line in record if line["kind"] == "start")
+        losses = [line["validation_loss"] for line in record if line["kind"] == "eval"]
+        speed = statistics.median(line["tokens_per_second"] for line in record if line["kind"] == "speed")
+        run, entropies = start["run"], start["entropies"]
+        resumed = [line["step"] for line in record if line["kind"] == "start"][1:]
+        steps = f"{run['steps']} x {run['batch_size'] * run['sequence_length']}"
+        steps += f", stopped and resumed at {', '.join(map(str, resumed))}" if resumed else ""
+        devices = f"{len(start['devices'])} x {start['devices'][0]}"
+        model, both = f"{start['parameters'] / 1e6:.1f} M", f"{entropies['unigram']:.3f}, {entropies['bigram']:.3f}"
+        cells = (
+            f"`{path.name}`",
+            model,
+            devices,
+            steps,
+            f"{speed:,.0f}",
+            f"{losses[0]:.3f}",
+            f"{losses[-1]:.3f}",
+            both,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    figures = [path.with_suffix(".png") for path in paths]
+    return [*lines, "", *(f"![{f.stem}]({f.relative_to(root).as_posix()})" for f in figures), ""]
 
 
 def _table(op: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -135,7 +177,8 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"{readme}: needs one {BEGIN} before one {END}")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     ports = results.load_folder(folder / "ports") if (folder / "ports").is_dir() else []
-    filled = f"{head}{BEGIN}\n{markdown(results.load_folder(folder), cli.ROOT, ports)}\n{tail}"
+    training = sorted((folder / "training").glob("*.jsonl"))
+    filled = f"{head}{BEGIN}\n{markdown(results.load_folder(folder), cli.ROOT, ports, training)}\n{tail}"
     if flags.FLAGS.check:
         if filled != text:
             raise UsageError(f"{readme}: not up to date with {folder}; run python -m bench.readme")
