@@ -216,8 +216,10 @@ def _delta_rule(operator: str, given: dict[str, Any], options: Options):
             final_state = jnp.zeros((N, HV, K, V), jnp.promote_types(x.q.dtype, jnp.float32))
     else:
         plan = _plan(operator, options, x)
-        if plan.raw is None:
-            x = _computed(x, options, exact=not plan.implementation.startswith("pallas"))
+        if plan.raw is None and (options.gate or options.beta_sigmoid or options.l2norm or x.starts is not None):
+            # Computed again for the backward: to keep its float32 intermediates would take more memory than the inputs.
+            computed = functools.partial(_computed, options=options, exact=not plan.implementation.startswith("pallas"))
+            x = jax.checkpoint(computed, prevent_cse=False)(x)
         run = _by_autodiff if plan.implementation == "recurrent" else _with_backward
         o, final_state = run(plan, x)
     if not options.output_final_state:

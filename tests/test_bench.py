@@ -284,6 +284,23 @@ class FilesTest(parameterized.TestCase):
         for part in ("NVIDIA Test", "2026-01-01", "jax 0.11.2", "FLA safe_gate", "FASTER", "kda.json", "1.0e-7"):
             self.assertIn(part, text)
 
+    def test_the_readme_has_logs_of_training(self):
+        start = {"run": {"steps": 20, "batch_size": 2, "sequence_length": 8}, "entropies": {"unigram": 3, "bigram": 2}}
+        start |= {"parameters": 1500000, "devices": ["GPU", "GPU"]}
+        lines = [{"kind": "start", "step": step, **start} for step in (0, 10)]
+        lines += [{"kind": "eval", "step": step, "validation_loss": 5.5 - step / 10} for step in (0, 20)]
+        lines += [{"kind": "speed", "step": step, "tokens_per_second": 1000.0 * step} for step in (1, 2, 9)]
+        path = self.folder / "small.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        bench = self.save("kda.json", [row("pallas", noisy(1.0))])
+        text = readme.markdown([(bench, results.load(bench))], self.folder, training=[path])
+        self.assertIn(
+            "| `small.jsonl` | 1.5 M | 2 x GPU | 20 x 16, stopped and resumed at 10 | 2,000 | 5.500 | 3.500 | "
+            "3.000, 2.000 |\n",
+            text,
+        )
+        self.assertIn("![small](small.png)", text)
+
     @absltest.skipIf(importlib.util.find_spec("matplotlib") is None, "matplotlib is not installed")
     def test_figures_are_drawn_from_the_file_alone(self):
         from bench import plot

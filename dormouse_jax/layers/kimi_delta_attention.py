@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,10 @@ PROJECTIONS = {
     "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
     "16bit": lax.Precision.DEFAULT,
 }
+
+# What is elementwise is computed again for the backward, in the same kernels as that: to keep its float32 intermediates
+# would take several times the memory, and the time to write and read it.
+recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 class Cache(NamedTuple):
@@ -224,9 +229,12 @@ class KimiDeltaAttention(nnx.Module):
         return (q, k, v, g, self.b_proj(x)), (q_window, k_window, v_window)
 
     def _output(self, o, x):
-        gate = self.g_proj[1](self.g_proj[0](x)).reshape(o.shape)
-        o = self.o_norm(o.astype(jnp.float32)) * jax.nn.sigmoid(gate.astype(jnp.float32))
-        return self.o_proj(o.astype(self.dtype).reshape(*x.shape[:-1], -1))
+        @recomputed
+        def gated(o, gate):
+            return (self.o_norm(o.astype(jnp.float32)) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
+
+        o = gated(o, self.g_proj[1](self.g_proj[0](x)).reshape(o.shape))
+        return self.o_proj(o.reshape(*x.shape[:-1], -1))
 
     @classmethod
     def from_fla_state_dict(
@@ -308,8 +316,13 @@ class ShortConvolution(nnx.Module):
 
         Of other segments of `segment_ids` `[B, T]` nothing is seen, nor of `before` where they are given.
         """
-        kernel, T = self.kernel[...].astype(jnp.float32), x.shape[1]
-        past = before.shape[1]
+        bias = None if self.bias is None else self.bias[...]
+        y = recomputed(self._convolved)(self.kernel[...], bias, before, x, segment_ids)
+        return y, jnp.concatenate([before, x], axis=1)[:, x.shape[1] :]
+
+    @staticmethod
+    def _convolved(kernel, bias, before, x, segment_ids):
+        kernel, T, past = kernel.astype(jnp.float32), x.shape[1], before.shape[1]
         x = jnp.concatenate([before, x], axis=1)
         y = jnp.zeros((), jnp.float32)
         for i in range(past + 1):
@@ -319,9 +332,9 @@ class ShortConvolution(nnx.Module):
                 same = jnp.pad(segment_ids[:, back:] == segment_ids[:, : T - back], ((0, 0), (back, 0)))
                 term = jnp.where(same[..., None], term, 0.0)
             y = y + term
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return jax.nn.silu(y).astype(x.dtype), x[:, T:]
+        if bias is not None:
+            y = y + bias.astype(jnp.float32)
+        return jax.nn.silu(y).astype(x.dtype)
 
 
 def _to_numpy(weight: Any) -> np.ndarray:

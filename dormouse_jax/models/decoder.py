@@ -13,7 +13,7 @@ from jax import lax
 
 from dormouse_jax import validation as check
 from dormouse_jax.layers import CausalAttention, KimiDeltaAttention
-from dormouse_jax.layers.kimi_delta_attention import PROJECTIONS
+from dormouse_jax.layers.kimi_delta_attention import PROJECTIONS, recomputed
 from dormouse_jax.models.config import DecoderConfig
 
 # What is kept for the backward of a group of layers, other than its input.
@@ -58,8 +58,9 @@ class Decoder(nnx.Module):
       config: the sizes.
       implementation: of `kda`, `kda_step` and `attention`; `attention` takes "xla" where they take "recurrent".
       residuals: of `kda`, "recompute" or "save".
-      remat: what is kept of a group for the backward. "none": all that its operators keep; "dots": results of products
-        with weights; "full": its input, so that the forward runs twice.
+      remat: what is kept of a group for the backward. "none": inputs and results of products, and what `kda` and
+        `attention` keep; "dots": results of products with weights; "full": its input. With the last two, forwards of
+        the operators run twice.
       rngs: `nnx.Rngs` for the initial values.
 
     Raises:
@@ -168,7 +169,7 @@ class _Layer(nnx.Module):
             linear.kernel[...] *= depth
 
     def __call__(self, x):
-        return self._mlp(x + self.mixer(self.mixer_norm(x)))
+        return self._mlp(x + self.mixer(recomputed(self.mixer_norm)(x)))
 
     def prefill(self, x, length):
         room = (length,) if isinstance(self.mixer, CausalAttention) else ()
@@ -180,8 +181,7 @@ class _Layer(nnx.Module):
         return self._mlp(x + y), cache
 
     def _mlp(self, x):
-        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=-1)
-        return x + self.down(jax.nn.silu(gate) * up)
+        return x + self.down(recomputed(_swiglu)(self.gate_up(recomputed(self.mlp_norm)(x))))
 
 
 class _Group(nnx.Module):
@@ -208,6 +208,11 @@ class _Group(nnx.Module):
             x, cache = layer.step(x, cache)
             after.append(cache)
         return x, tuple(after)
+
+
+def _swiglu(gate_up):
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def _linear(config: DecoderConfig, rows: int, columns: int, stddev: float, rngs: nnx.Rngs) -> nnx.Linear:
