@@ -385,9 +385,10 @@ def _kernel_config(
         return config.on_triton(), [("pallas_mosaic", str(reason))]
     chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk)
     refusals = {"serial": serial_refusal, "prepare": chunk_refusal, "gradients": chunk_refusal}
-    if (any_raw or sizes["packed"]) and chunk_refusal is None:
-        what = "raw inputs" if any_raw else "packed sequences"
-        refusals["prepare"] = f"the Hopper kernel that prepares the chunks of a forward takes no {what}"
+    if sizes["packed"] and chunk_refusal is None:
+        refusals["prepare"] = "the Hopper kernel that prepares the chunks of a forward takes no packed sequences"
+    elif any_raw and chunk_refusal is None:
+        refusals["prepare"] = _unproven(interpret, "raw_matrices")
     refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
     config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))
     return config, [("pallas_mosaic", why) for why in dict.fromkeys(refused.values())]
@@ -395,11 +396,15 @@ def _kernel_config(
 
 def _why_unproven(interpret: bool, sizes: dict[str, Any], shown: bool) -> str | None:
     """Why the serial Hopper kernels are not to be chosen yet on a GPU for a call that they serve, or None."""
+    if sizes["precision"] == "fp32":
+        return _unproven(interpret, "hopper_fp32")
+    return None if shown else _unproven(interpret, "hopper")
+
+
+def _unproven(interpret: bool, feature: str) -> str | None:
+    """Why a feature is not to be chosen yet on a GPU, or None."""
     try:
-        if sizes["precision"] == "fp32":
-            require_proven("hopper_fp32", interpret)
-        elif not shown:
-            require_proven("hopper", interpret)
+        require_proven(feature, interpret)
     except NotImplementedError as reason:
         return str(reason)
     return None

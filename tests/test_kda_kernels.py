@@ -286,10 +286,12 @@ class ConfigurationTest(parameterized.TestCase):
         p = helpers.raw(helpers.problem("kda", shape, dtype=jnp.bfloat16), *kinds, decay=0.1)
         p = p.replace(g=p.inputs["g"].astype(jnp.dtype(dtype_of_g)))
         config = config_for("16bit", shape, chunk_size)
-        serials = ("triton", "mosaic") if helpers.on_gpu() else ("triton",)
-        for serial, save in itertools.product(serials, (False, True)[: len(serials)]):
-            with self.subTest(serial=serial, save=save):
-                config = dataclasses.replace(config, gradients="mosaic", serial=serial)
+        kinds = [("mosaic", "triton", False)]
+        if helpers.on_gpu():
+            kinds += itertools.product(("triton", "mosaic"), ("mosaic",), (False, True))
+        for prepare, serial, save in kinds:
+            with self.subTest(prepare=prepare, serial=serial, save=save):
+                config = dataclasses.replace(config, prepare=prepare, gradients="mosaic", serial=serial)
                 got = value_and_grads(p, "16bit", config, save=save)
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 

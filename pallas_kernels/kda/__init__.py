@@ -8,7 +8,6 @@ states are [N, HV, K, V]; starts [B, T] marks tokens that forget everything befo
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -76,8 +75,8 @@ def _prepare(
 
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
     if matrices is None:
-        assert not any(dataclasses.astuple(raw)) and packing is None
-        matrices = (*mosaic_prepare.matrices(*arguments, **options), None)
+        assert packing is None
+        matrices = mosaic_prepare.matrices(*arguments, A_log, dt_bias, raw=raw, **options)
     P, M, norms = matrices
     W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(
         *arguments, matrices, A_log, dt_bias, raw=raw, packing=packing, **options

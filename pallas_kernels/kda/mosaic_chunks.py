@@ -22,7 +22,7 @@ from pallas_kernels import backend_mosaic as bm
 from pallas_kernels.kda.blocks import FAST_LIMIT
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.mosaic_packing import of_chunks, row_scratch
-from pallas_kernels.kda.mosaic_raw import Gate, gate_rows
+from pallas_kernels.kda.mosaic_raw import Gate, gate_rows, strength
 from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, beta_rows, check_sizes, exp, tile_scratch
 from pallas_kernels.kda.raw import Raw
 from pallas_kernels.kda.sizes import Packing, Sizes
@@ -72,7 +72,7 @@ def _kda_grads(
     on.write_masks()
     operand, product, sums = on.operand, on.product, on.sums
     row, col = on.row, on.col
-    gates = Gate(raw, gate_rows, span.inside(col))
+    gates = Gate.of_rows(raw, gate_rows, span.inside(col))
 
     bm.commit()
     bm.wait(loaded)
@@ -307,7 +307,7 @@ def _kda_prepare(
     bm.commit()
     bm.wait(loaded)
     span.keep(q_tile, k_tile, g_tile, v_tile)
-    gates = Gate(raw, gate_rows, span.inside(on.col))
+    gates = Gate.of_rows(raw, gate_rows, span.inside(on.col))
 
     shape, M_T = (ROWS, C), bm.transpose(m_tile)
     f32 = jnp.float32
@@ -366,12 +366,6 @@ def _raw_inputs(raw: Raw, sizes: Sizes, matrices, A_log, dt_bias, o=None) -> tup
         inputs.append(gate_rows(A_log, dt_bias, sizes))
         scratch["gate_rows"] = bm.rows((2, ROWS), jnp.float32)
     return inputs, scratch
-
-
-def strength(beta: jax.Array, raw: Raw) -> jax.Array:
-    """beta as the formulas take it, in float32. It is small: XLA makes it up."""
-    beta = beta.astype(jnp.float32)
-    return raw.strength * jax.nn.sigmoid(beta) if raw.beta else beta
 
 
 def prepare(

@@ -18,9 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
-from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
+from pallas_kernels.kda.blocks import FAST_LIMIT
 from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.mosaic_raw import Gate, gate_rows, strength
 from pallas_kernels.kda.mosaic_tiles import LOG2_E, ROWS, check_sizes
+from pallas_kernels.kda.raw import NORM_EPSILON, NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Sizes
 
 SLAB = 64  # Key channels that a program has in registers.
@@ -85,10 +87,15 @@ def _block(i: int) -> slice:
 
 
 def _kda_matrices(
-    q, k, g, beta, token_masks, P, M, *,
-    sizes: Sizes, scale: float, limit: float, op, always_exact: bool, interpret: bool,
-    q_tile, k_tile, g_tile, pieces, keys, out, g_loaded, loaded, factors: Any = None, **left,
+    q, k, g, beta, token_masks, *refs,
+    sizes: Sizes, raw: Raw, scale: float, limit: float, op, always_exact: bool, interpret: bool,
+    q_tile, k_tile, g_tile, pieces, keys, out, g_loaded, loaded, factors: Any = None, norm_rows: Any = None, **left,
 ):  # fmt: skip
+    """refs: exp(A_log) and dt_bias where g comes raw; the results P and M, and norms where q and k come raw. Those are
+    factors of rows and columns of P and A, which come once all channels were seen."""
+    refs = list(refs)
+    gate: Any = refs.pop(0) if raw.gate else None
+    P, M, *norms = refs
     HV, slabs, groups = sizes.HV, sizes.bk // SLAB, -(-sizes.T // ROWS)
     n, head = lax.rem(bm.program(), groups), lax.div(bm.program(), groups)
     b, h, tokens = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * ROWS, ROWS)
@@ -115,10 +122,21 @@ def _kda_matrices(
         left = operand("mask", mask)
         return [(left, low), (left, high)]
 
-    def decays():
-        """Sums of log-decays up to every token, once g is there, and which rows (1) they keep from the fast path."""
+    def log2_decays(slab):
+        """Logarithms to the base 2, clamped, once g is there."""
+        tile = (ROWS, SLAB)
+        gates = Gate.of_rows(raw, None, None)
+        if raw.gate:
+            rate = bm.spread_rows(bm.load_column(gate.at[h, 0, pl.ds(0, ROWS)]), tile)  # the same for all channels
+            bias = bm.load_row(gate.at[h, 1, pl.ds(slab * SLAB, SLAB)], tile)
+            inside = None if sizes.T % ROWS == 0 else n * ROWS + bm.indices(tile)[0] < sizes.T
+            gates = Gate(raw, lambda _: rate, lambda _: bias, inside)
         bm.wait(g_loaded)
-        pieces[...] = _pieces(jnp.maximum(bm.load(g_tile) * LOG2_E, MIN_LOG_DECAY * LOG2_E), op, 2)
+        return gates.log_decay(bm.load(g_tile).astype(f32), LOG2_E)
+
+    def decays(slab):
+        """Sums of log-decays up to every token, once g is there, and which rows (1) they keep from the fast path."""
+        pieces[...] = _pieces(log2_decays(slab), op, 2)
         bm.commit()
         [prefix] = product.together(exponents(bm.load(token_masks.at[0])))
         return prefix, jnp.where(jnp.max(-prefix, axis=1) > limit, 1.0, 0.0)
@@ -128,12 +146,12 @@ def _kda_matrices(
 
     def visit(slab, carry):
         """Adds the products of a slab of channels to the blocks of P and A, in rows on the fast path."""
-        totals, any_slow = carry
+        totals, any_slow, squares = carry
 
         def of_next(copy):
             pl.when(slab + 1 < slabs)(lambda: copy(slab + 1))
 
-        prefix, slow = decays()
+        prefix, slow = decays(slab)
         of_next(copy_in_g)
         bm.wait(loaded)
         near[...] = scaled(k_tile, jnp.exp2(jnp.minimum(-prefix, limit)))
@@ -142,7 +160,12 @@ def _kda_matrices(
             far[...] = scaled(k_tile, jnp.exp2(suffix))
         bm.commit()
         up, found = jnp.exp2(prefix), []
-        ups = [scaled(tile, up) for tile in (q_tile, k_tile)]
+        ups, squares = [], list(squares)
+        for which, tile in enumerate((q_tile, k_tile)):
+            x = bm.load(tile).astype(f32)
+            ups.append((x * up).astype(op))
+            if raw.l2norm:
+                squares[which] += jnp.sum(x * x, axis=1)
         for total, x in zip(totals, ups, strict=True):
             rows = operand("up", x)
             pairs = [[(rows, bm.transpose(near))]]
@@ -156,13 +179,13 @@ def _kda_matrices(
             found.append(sums + ([total[1] + jnp.where(row < 2 * BLOCK, *earlier)] if merged else []))
         bm.commit()
         of_next(copy_in_rows)
-        return found, jnp.maximum(any_slow, jnp.max(slow))
+        return found, jnp.maximum(any_slow, jnp.max(slow)), squares
 
     def visit_exactly(slab, diagonals):
         """Adds them to the blocks on the diagonal in the other rows, key by key."""
         copy_in_g(slab)
         copy_in_rows(slab)
-        _, slow = decays()
+        _, slow = decays(slab)
         bm.wait(loaded)
 
         def exact(j, found):
@@ -179,7 +202,8 @@ def _kda_matrices(
         return [x + y for x, y in zip(diagonals, found, strict=True)]
 
     zeros = [[bm.zeros(shape) for _ in range(2 if merged else 1)] for _ in range(2)]
-    totals, any_slow = lax.fori_loop(0, slabs, visit, (zeros, jnp.float32(0.0)))
+    squares = [bm.column(ROWS, 0.0) for _ in range(2 if raw.l2norm else 0)]
+    totals, any_slow, squares = lax.fori_loop(0, slabs, visit, (zeros, jnp.float32(0.0), squares))
     again = slabs if always_exact else (any_slow > 0.5).astype(jnp.int32) * slabs
     diagonals = lax.fori_loop(0, again, visit_exactly, [x[0] for x in totals])
     queries, erased = ([x, *rest] for x, (_, *rest) in zip(diagonals, totals, strict=True))
@@ -193,6 +217,19 @@ def _kda_matrices(
             out[...] = diagonal.astype(op)
         bm.copy_buffers_out([(out, target.at[head, tokens])])
 
+    if raw.l2norm:
+        rows_of = [lax.rsqrt(x + NORM_EPSILON) for x in squares]
+        for which, x in enumerate(rows_of):
+            norm_rows.at[which][...] = x
+        bm.commit()
+        bm.copy_buffers_out([(norm_rows.at[which], norms[0].at[head, which, tokens]) for which in range(2)])
+        of_block = [bm.load_row(norm_rows.at[1, pl.ds(c * BLOCK, BLOCK)], shape) for c in range(ROWS // BLOCK)]
+        columns = [functools.reduce(lambda x, c: jnp.where(block == c, of_block[c], x), range(1, 4), of_block[0])]
+        columns += [jnp.where(row < 2 * BLOCK, of_block[0], of_block[2])] if merged else []
+        queries, erased = (
+            [bm.spread_rows(of, shape) * y * x for x, y in zip(found, columns, strict=True)]
+            for of, found in zip(rows_of, (queries, erased), strict=True)
+        )
     queries = [scale * x for x in queries]
     write(jnp.where(col <= within, queries[0], 0.0), queries[-1], P)
     beta_of = bm.spread_rows(bm.load_column(beta.at[head, n]), shape)
@@ -221,8 +258,10 @@ def _kda_matrices(
     bm.finish_copies_out()
 
 
-def matrices(q, k, v, g, beta, *, scale, config: KdaConfig, interpret) -> tuple[jax.Array, jax.Array]:
-    """P and M of every chunk, [B * HV, NT, C, C], as `forward.Prepared` has them; of v only the shape matters.
+def matrices(
+    q, k, v, g, beta, A_log=None, dt_bias=None, *, scale, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """P, M and norms of every chunk as `forward.Prepared` has them; of v only the shape matters.
 
     Raises:
       ValueError: for other than bfloat16, K of 64 or 128, V of 64, 128 or 256, one value head a key head, and T a
@@ -234,12 +273,15 @@ def matrices(q, k, v, g, beta, *, scale, config: KdaConfig, interpret) -> tuple[
     groups = -(-sizes.T // ROWS)
     op, f32 = q.dtype, jnp.float32
     outputs = [jax.ShapeDtypeStruct((heads, nt * C, C), op)] * 2
-    padded = jnp.pad(beta.astype(f32), ((0, 0), (0, groups * ROWS - sizes.T), (0, 0)))
-    inputs = [q, k, g.astype(f32), padded.swapaxes(1, 2).reshape(heads, groups, ROWS), jnp.asarray(_token_masks(), op)]
+    outputs += [jax.ShapeDtypeStruct((heads, 2, nt * C), f32)] if raw.l2norm else []
+    g = g if raw.gate else g.astype(f32)
+    padded = jnp.pad(strength(beta, raw), ((0, 0), (0, groups * ROWS - sizes.T), (0, 0)))
+    inputs = [q, k, g, padded.swapaxes(1, 2).reshape(heads, groups, ROWS), jnp.asarray(_token_masks(), op)]
+    inputs += [gate_rows(A_log, dt_bias, sizes)] if raw.gate else []
     scratch: dict[str, Any] = {
         "q_tile": bm.tiles((ROWS, SLAB), op, 2 * SLAB),
         "k_tile": bm.tiles((ROWS, SLAB), op, 2 * SLAB),
-        "g_tile": bm.tiles((ROWS, SLAB), f32),
+        "g_tile": bm.tiles((ROWS, SLAB), g.dtype),
         "pieces": bm.tiles((2 * ROWS, SLAB), op, 2 * SLAB),
         "keys": bm.tiles(((2 if merged else 1) * ROWS, SLAB), op, 2 * SLAB),
         "out": bm.tiles((ROWS, C), op, 2 * BLOCK),
@@ -248,15 +290,18 @@ def matrices(q, k, v, g, beta, *, scale, config: KdaConfig, interpret) -> tuple[
     }
     if merged:
         scratch["factors"] = bm.tiles((PIECES * ROWS, BLOCK), op, 2 * BLOCK)
+    if raw.l2norm:
+        scratch["norm_rows"] = bm.rows((2, ROWS), f32)
     if interpret:
         scratch |= {f"left_{name}": bm.rows((ROWS, n), op) for name, n in (("mask", ROWS), ("up", SLAB), ("one", ROWS))}
         scratch |= {f"left_{x}{i}": bm.rows((ROWS, BLOCK), op) for x in "ab" for i in range(PIECES)}
     body = functools.partial(
-        _kda_matrices, sizes=sizes, scale=scale, limit=FAST_LIMIT["16bit"] * LOG2_E, op=op,
+        _kda_matrices, sizes=sizes, raw=raw, scale=scale, limit=FAST_LIMIT["16bit"] * LOG2_E, op=op,
         always_exact=config.always_exact, interpret=interpret,
     )  # fmt: skip
-    P, M = bm.launch(
+    P, M, *norms = bm.launch(
         body, "kda_matrices", inputs, outputs, scratch, programs=heads * groups, cluster=1, warpgroups=1,
         interpret=interpret, automatic_barriers=False,
     )  # fmt: skip
-    return P.reshape(heads, nt, C, C), M.reshape(heads, nt, C, C)
+    P, M = (x.reshape(heads, nt, C, C) for x in (P, M))
+    return P, M, norms[0].reshape(heads, 2, nt, C).transpose(0, 2, 3, 1) if norms else None
