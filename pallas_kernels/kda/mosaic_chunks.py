@@ -48,8 +48,11 @@ def _kda_grads(
     tokens = span.tokens
     shape = (ROWS, C)
     f32 = jnp.float32
-    if raw.gate and g.dtype != f32:  # They share memory: g is read before `near` is written, dg written afterwards.
+    early = raw.gate or sizes.packed
+    if early and g.dtype != f32:  # They share memory: g is read before `near` is written, dg written afterwards.
         near, given_g = near
+    elif sizes.packed:
+        near, row_tile = near
     given_g = g_tile if given_g is None else given_g
     row_tile = given_g if row_tile is None else row_tile
 
@@ -110,7 +113,7 @@ def _kda_grads(
     in_block = lax.div(i, BLOCK) == lax.div(col, BLOCK)
     D = jnp.where(row < C, D, -D)
     D = jnp.where(row < 2 * C, D, 0.0)
-    if raw.gate:
+    if early:
         gT = gates.log_decay(bm.load_transposed(given_g).astype(f32))
         bm.commit()
     near[...] = jnp.where(in_block & (i > col), D, 0.0).astype(op)
@@ -123,7 +126,7 @@ def _kda_grads(
     bm.commit()
 
     # The key side. Its order keeps few tiles alive at a time.
-    if not raw.gate:
+    if not early:
         gT = gates.log_decay(bm.load_transposed(given_g).astype(f32))
     bm.store_transposed(g_tile, D)  # For the exact path, which reads columns of dP and dA.
     bm.commit()
@@ -460,12 +463,15 @@ def gradients(
     }
     # Norms, and two rows of sums.
     scratch |= {"row_sums": bm.rows((3, ROWS), jnp.float32)} if raw.l2norm or raw.gate else {}
-    # Rows of packed sequences go through a plain tile, of which a 16-bit g has its own.
-    if g.dtype == jnp.float32:
-        scratch |= row_scratch(sizes, op)
+    # Rows of packed sequences go through a plain tile, which is that of a 16-bit g. What more shared memory they took
+    # would be that of a multiprocessor's second program.
+    more = row_scratch(sizes, op)
+    if g.dtype != jnp.float32:
+        more = {"given_g": (bm.rows if sizes.packed else bm.tiles)((C, ROWS), g.dtype)}
+    if raw.gate or sizes.packed:
+        scratch |= {"near": bm.one_of(scratch["near"], *more.values())} if more else {}
     else:
-        given_g = (bm.rows if sizes.packed else bm.tiles)((C, ROWS), g.dtype)
-        scratch |= {"near": bm.one_of(scratch["near"], given_g)} if raw.gate else {"given_g": given_g}
+        scratch |= more
     scratch |= tile_scratch(C, op, interpret)
     body = functools.partial(
         _kda_grads, sizes=sizes, raw=raw, scale=scale, limit=FAST_LIMIT["16bit"], op=op,
