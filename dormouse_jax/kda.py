@@ -385,9 +385,7 @@ def _kernel_config(
         return config.on_triton(), [("pallas_mosaic", str(reason))]
     chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk)
     refusals = {"serial": serial_refusal, "prepare": chunk_refusal, "gradients": chunk_refusal}
-    if sizes["packed"] and chunk_refusal is None:
-        refusals["prepare"] = "the Hopper kernel that prepares the chunks of a forward takes no packed sequences"
-    elif any_raw and chunk_refusal is None:
+    if any_raw and chunk_refusal is None:
         refusals["prepare"] = _unproven(interpret, "raw_matrices")
     refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
     config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))

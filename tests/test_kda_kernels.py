@@ -330,7 +330,8 @@ class PackedHopperTest(parameterized.TestCase):
         self.assertIsNone(kernels.hopper_refusal(**sizes, precision=precision))
         refusal = kernels.hopper_chunk_refusal(**sizes, same_heads=True, dtype=str(dtype), plain=operator == "kda")
         config = config_for(precision, dataclasses.replace(shape, T=sizes["T"]), chunk_size)
-        config = dataclasses.replace(config, serial="mosaic", gradients="triton" if refusal else "mosaic")
+        of_chunk = "triton" if refusal else "mosaic"
+        config = dataclasses.replace(config, serial="mosaic", gradients=of_chunk, prepare=of_chunk)
         run = None
         for lengths in packings:
             with self.subTest(lengths=lengths):

@@ -75,8 +75,7 @@ def _prepare(
 
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
     if matrices is None:
-        assert packing is None
-        matrices = mosaic_prepare.matrices(*arguments, A_log, dt_bias, raw=raw, **options)
+        matrices = mosaic_prepare.matrices(*arguments, A_log, dt_bias, raw=raw, packing=packing, **options)
     P, M, norms = matrices
     W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(
         *arguments, matrices, A_log, dt_bias, raw=raw, packing=packing, **options

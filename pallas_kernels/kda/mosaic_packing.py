@@ -39,14 +39,16 @@ class Span:
         return pl.ds(self.start, self.sizes.C)
 
     def inside(self, row: jax.Array) -> jax.Array | None:
-        """Which rows of the tile are the chunk's; None where all are."""
+        """Which rows of the tile are tokens of the chunk; None where all are."""
         if self.own is not None:
-            return self._is_own(row, *self.own)
+            return self.is_own(row)
         return None if self.sizes.T % self.sizes.C == 0 else self.start + row < self.sizes.T
 
-    def _is_own(self, row: jax.Array, first: Any, end: Any) -> jax.Array:
+    def is_own(self, row: jax.Array) -> jax.Array:
+        """Which rows of the tile are the chunk's, of packed sequences."""
+        assert self.own is not None
         token = self.start + row
-        return (first <= token) & (token < end)
+        return (self.own[0] <= token) & (token < self.own[1])
 
     @property
     def shared(self) -> Any:
@@ -59,11 +61,10 @@ class Span:
         """Replaces other chunks' rows of these tiles [C, n] in shared memory by zeros."""
         if self.own is None:
             return
-        first, end = self.own
 
         @pl.when(self.shared)
         def _():
-            inside = self._is_own(bm.indices((ROWS, self.sizes.C))[1], first, end)
+            inside = self.is_own(bm.indices((ROWS, self.sizes.C))[1])
             for tile in tiles:
                 for columns in _slabs(tile):
                     value = bm.load_transposed(tile.at[:, columns])
@@ -105,6 +106,27 @@ class Span:
         @pl.loop(*self.own)
         def _(token):
             bm.copy_row_out(rows.at[token - self.start], place(token).at[columns])
+
+
+def own_rows(spans: Sequence[Span], shape: tuple[int, int]) -> jax.Array:
+    """Which rows of a tile [64, n], in which the chunks of `spans` lie one below the other, are the chunks' own."""
+    row, C = bm.indices(shape)[0], spans[0].sizes.C
+    own = [(lax.div(row, C) == i) & span.is_own(lax.rem(row, C)) for i, span in enumerate(spans)]
+    return functools.reduce(jnp.logical_or, own)
+
+
+def keep_rows(spans: Sequence[Span], *tiles: Any) -> None:
+    """Replaces other rows than `own_rows` by zeros in tiles in shared memory; of no spans all rows stay."""
+    if not spans:
+        return
+
+    @pl.when(functools.reduce(jnp.logical_or, [span.shared for span in spans]))
+    def _():
+        inside = own_rows(spans, (ROWS, tiles[0].shape[1]))
+        for tile in tiles:
+            value = bm.load(tile)
+            tile[...] = jnp.where(inside, value, jnp.zeros_like(value))
+        bm.commit()
 
 
 def row_scratch(sizes: Sizes, op: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ warp's rows are those of one block, which it inverts by itself, in float32.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
-from pallas_kernels.kda.blocks import FAST_LIMIT
+from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
 from pallas_kernels.kda.config import BLOCK, KdaConfig
+from pallas_kernels.kda.mosaic_packing import Span, keep_rows, own_rows
 from pallas_kernels.kda.mosaic_raw import Gate, gate_rows, strength
 from pallas_kernels.kda.mosaic_tiles import LOG2_E, ROWS, check_sizes
 from pallas_kernels.kda.raw import NORM_EPSILON, NOTHING_RAW, Raw
-from pallas_kernels.kda.sizes import Sizes
+from pallas_kernels.kda.sizes import Packing, Sizes
 
 SLAB = 64  # Key channels that a program has in registers.
 PIECES = 3  # Of a factor where blocks are merged: 24 bits, as float32 has.
@@ -86,26 +88,62 @@ def _block(i: int) -> slice:
     return slice(i * BLOCK, (i + 1) * BLOCK)
 
 
+def _groups(sizes: Sizes) -> int:
+    """Programs of a value head, of 64 rows each."""
+    return -(-(sizes.nt * sizes.C if sizes.packed else sizes.T) // ROWS)
+
+
+def _of_packed_groups(body: Callable[..., None]) -> Callable[..., None]:
+    """Gives the kernel the chunks of its 64 rows, of packed sequences, whose `rows` are the first input; groups of
+    slots that are not used are left out."""
+
+    @functools.wraps(body)
+    def kernel(*refs, sizes: Sizes, **rest):
+        if not sizes.packed:
+            body(*refs, sizes=sizes, **rest)
+            return
+        rows, *refs = refs
+        first = lax.rem(bm.program(), _groups(sizes)) * (ROWS // sizes.C)
+        spans = []
+        for i in range(ROWS // sizes.C):
+            n = jnp.minimum(first + i, sizes.nt - 1)
+            own = rows[n, 0], rows[n, 1]
+            spans.append(Span(sizes, lax.div(own[0], sizes.C) * sizes.C, own))
+        used = spans[0].own[0] < spans[0].own[1]
+        pl.when(used)(functools.partial(body, *refs, sizes=sizes, spans=spans, **rest))
+
+    return kernel
+
+
+@_of_packed_groups
 def _kda_matrices(
     q, k, g, beta, token_masks, *refs,
     sizes: Sizes, raw: Raw, scale: float, limit: float, op, always_exact: bool, interpret: bool,
-    q_tile, k_tile, g_tile, pieces, keys, out, g_loaded, loaded, factors: Any = None, norm_rows: Any = None, **left,
+    q_tile, k_tile, g_tile, pieces, keys, out, g_loaded, loaded, factors: Any = None, norm_rows: Any = None,
+    spans: Sequence[Span] = (), **left,
 ):  # fmt: skip
     """refs: exp(A_log) and dt_bias where g comes raw; the results P and M, and norms where q and k come raw. Those are
     factors of rows and columns of P and A, which come once all channels were seen."""
     refs = list(refs)
     gate: Any = refs.pop(0) if raw.gate else None
     P, M, *norms = refs
-    HV, slabs, groups = sizes.HV, sizes.bk // SLAB, -(-sizes.T // ROWS)
+    HV, slabs, groups = sizes.HV, sizes.bk // SLAB, _groups(sizes)
     n, head = lax.rem(bm.program(), groups), lax.div(bm.program(), groups)
     b, h, tokens = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * ROWS, ROWS)
 
+    def copy_in(source, slab, target, barrier):
+        channels = pl.ds(slab * SLAB, SLAB)
+        if not spans:
+            bm.copy_in(source.at[b, tokens, h, channels], target, barrier)
+        for i, span in enumerate(spans):
+            bm.copy_in(source.at[b, span.tokens, h, channels], target.at[pl.ds(i * sizes.C, sizes.C)], barrier)
+
     def copy_in_g(slab):
-        bm.copy_in(g.at[b, tokens, h, pl.ds(slab * SLAB, SLAB)], g_tile, g_loaded)
+        copy_in(g, slab, g_tile, g_loaded)
 
     def copy_in_rows(slab):
         for source, target in ((q, q_tile), (k, k_tile)):
-            bm.copy_in(source.at[b, tokens, h, pl.ds(slab * SLAB, SLAB)], target, loaded)
+            copy_in(source, slab, target, loaded)
 
     copy_in_g(0)
     copy_in_rows(0)
@@ -129,10 +167,15 @@ def _kda_matrices(
         if raw.gate:
             rate = bm.spread_rows(bm.load_column(gate.at[h, 0, pl.ds(0, ROWS)]), tile)  # the same for all channels
             bias = bm.load_row(gate.at[h, 1, pl.ds(slab * SLAB, SLAB)], tile)
-            inside = None if sizes.T % ROWS == 0 else n * ROWS + bm.indices(tile)[0] < sizes.T
+            if spans:
+                inside = own_rows(spans, tile)
+            else:
+                inside = None if sizes.T % ROWS == 0 else n * ROWS + bm.indices(tile)[0] < sizes.T
             gates = Gate(raw, lambda _: rate, lambda _: bias, inside)
         bm.wait(g_loaded)
-        return gates.log_decay(bm.load(g_tile).astype(f32), LOG2_E)
+        keep_rows(spans, g_tile)
+        x, least = gates.log_decay(bm.load(g_tile).astype(f32), LOG2_E), MIN_LOG_DECAY * LOG2_E
+        return jnp.where(x >= least, x, least)  # Of what is not a number, other chunks' sums would take 0 times it.
 
     def decays(slab):
         """Sums of log-decays up to every token, once g is there, and which rows (1) they keep from the fast path."""
@@ -154,6 +197,7 @@ def _kda_matrices(
         prefix, slow = decays(slab)
         of_next(copy_in_g)
         bm.wait(loaded)
+        keep_rows(spans, q_tile, k_tile)
         near[...] = scaled(k_tile, jnp.exp2(jnp.minimum(-prefix, limit)))
         if merged:
             [suffix] = product.together(exponents(bm.load(token_masks.at[1])))
@@ -187,6 +231,10 @@ def _kda_matrices(
         copy_in_rows(slab)
         _, slow = decays(slab)
         bm.wait(loaded)
+        keep_rows(spans, q_tile, k_tile)
+        k_slab = bm.load(k_tile)  # Other chunks take 0 times its rows, too.
+        k_tile[...] = jnp.where(jnp.abs(k_slab.astype(f32)) < jnp.inf, k_slab, jnp.zeros_like(k_slab))
+        bm.commit()
 
         def exact(j, found):
             """P and A of key j of every block, over these channels."""
@@ -259,25 +307,31 @@ def _kda_matrices(
 
 
 def matrices(
-    q, k, v, g, beta, A_log=None, dt_bias=None, *, scale, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    q, k, v, g, beta, A_log=None, dt_bias=None,
+    *, scale, config: KdaConfig, interpret, raw: Raw = NOTHING_RAW, packing: Packing | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """P, M and norms of every chunk as `forward.Prepared` has them; of v only the shape matters.
 
     Raises:
       ValueError: for other than bfloat16, K of 64 or 128, V of 64, 128 or 256, one value head a key head, and T a
         multiple of 8.
     """
-    sizes = Sizes.of(q, v, beta, config)
+    sizes = Sizes.of(q, v, beta, config, packing)
     check_sizes(sizes, q, k, v)
     heads, C, nt, merged = sizes.B * sizes.HV, sizes.C, sizes.nt, sizes.C > BLOCK
-    groups = -(-sizes.T // ROWS)
+    groups = _groups(sizes)
     op, f32 = q.dtype, jnp.float32
     outputs = [jax.ShapeDtypeStruct((heads, nt * C, C), op)] * 2
-    outputs += [jax.ShapeDtypeStruct((heads, 2, nt * C), f32)] if raw.l2norm else []
+    outputs += [jax.ShapeDtypeStruct((heads, 2, groups * ROWS), f32)] if raw.l2norm else []  # Whole, contiguous tiles.
     g = g if raw.gate else g.astype(f32)
-    padded = jnp.pad(strength(beta, raw), ((0, 0), (0, groups * ROWS - sizes.T), (0, 0)))
+    beta = strength(beta, raw)
+    if packing is not None:
+        beta = packing.into_chunks(beta[0], C).reshape(1, nt * C, sizes.HV)
+    padded = jnp.pad(beta, ((0, 0), (0, groups * ROWS - beta.shape[1]), (0, 0)))
     inputs = [q, k, g, padded.swapaxes(1, 2).reshape(heads, groups, ROWS), jnp.asarray(_token_masks(), op)]
     inputs += [gate_rows(A_log, dt_bias, sizes)] if raw.gate else []
+    inputs = inputs if packing is None else [packing.rows, *inputs]
+    parts = ROWS // C if sizes.packed else 1  # In which tiles come.
     scratch: dict[str, Any] = {
         "q_tile": bm.tiles((ROWS, SLAB), op, 2 * SLAB),
         "k_tile": bm.tiles((ROWS, SLAB), op, 2 * SLAB),
@@ -285,8 +339,8 @@ def matrices(
         "pieces": bm.tiles((2 * ROWS, SLAB), op, 2 * SLAB),
         "keys": bm.tiles(((2 if merged else 1) * ROWS, SLAB), op, 2 * SLAB),
         "out": bm.tiles((ROWS, C), op, 2 * BLOCK),
-        "g_loaded": bm.barriers(None, 1),
-        "loaded": bm.barriers(None, 2),
+        "g_loaded": bm.barriers(None, parts),
+        "loaded": bm.barriers(None, 2 * parts),
     }
     if merged:
         scratch["factors"] = bm.tiles((PIECES * ROWS, BLOCK), op, 2 * BLOCK)
@@ -304,4 +358,4 @@ def matrices(
         interpret=interpret, automatic_barriers=False,
     )  # fmt: skip
     P, M = (x.reshape(heads, nt, C, C) for x in (P, M))
-    return P, M, norms[0].reshape(heads, 2, nt, C).transpose(0, 2, 3, 1) if norms else None
+    return P, M, norms[0][..., : nt * C].reshape(heads, 2, nt, C).transpose(0, 2, 3, 1) if norms else None
