@@ -287,7 +287,8 @@ def _launch(
         state = start.astype(jnp.float32).reshape(-1, sizes.K, sizes.V).swapaxes(1, 2)
         inputs = [*inputs, jnp.pad(state, ((0, 0), (0, sizes.bv - sizes.V), (0, sizes.bk - sizes.K)))]
     scratch = {"full": bm.barriers(stages, len(reads)), "empty": bm.barriers(stages, 1)}
-    scratch |= row_scratch(sizes, op) if any(where == "tokens" for where, _ in writes.values()) else {}
+    if op != jnp.float32 and any(where == "tokens" for where, _ in writes.values()):
+        scratch |= row_scratch(sizes, op)
     for key, x in reads.items():
         shape, dtype = (stages, *x.shape), inputs[x.array].dtype
         scratch[key] = bm.tiles(shape, dtype, x.row_bytes) if x.row_bytes else bm.rows(shape, dtype)

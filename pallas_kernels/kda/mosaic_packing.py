@@ -80,7 +80,7 @@ class Span:
           its row goes.
         others: pairs of a buffer and where it goes.
         row_tile: [C, 64] in plain shared memory, through which rows go. It may be one of the tiles, and those of
-          another dtype are plain themselves.
+          another dtype are plain themselves; None where all are.
         """
         everything = [(tile, target) for tile, target, _ in of_tokens] + list(others)
         if self.own is None or not of_tokens:
@@ -92,7 +92,7 @@ class Span:
         def _():
             bm.copy_buffers_out(others)
             for tile, _, place in sorted(of_tokens, key=lambda x: x[0] is not row_tile):
-                through = tile is not row_tile and tile.dtype == row_tile.dtype
+                through = row_tile is not None and tile is not row_tile and tile.dtype == row_tile.dtype
                 for columns in _slabs(tile):
                     if through:
                         bm.await_buffers(0)
