@@ -162,8 +162,7 @@ def _kda_matrices(
 
     def log2_decays(slab):
         """Logarithms to the base 2, clamped, once g is there."""
-        tile = (ROWS, SLAB)
-        gates = Gate.of_rows(raw, None, None)
+        tile, gates = (ROWS, SLAB), None
         if raw.gate:
             rate = bm.spread_rows(bm.load_column(gate.at[h, 0, pl.ds(0, ROWS)]), tile)  # the same for all channels
             bias = bm.load_row(gate.at[h, 1, pl.ds(slab * SLAB, SLAB)], tile)
@@ -174,7 +173,8 @@ def _kda_matrices(
             gates = Gate(raw, lambda _: rate, lambda _: bias, inside)
         bm.wait(g_loaded)
         keep_rows(spans, g_tile)
-        x, least = gates.log_decay(bm.load(g_tile).astype(f32), LOG2_E), MIN_LOG_DECAY * LOG2_E
+        x, least = bm.load(g_tile).astype(f32), MIN_LOG_DECAY * LOG2_E
+        x = x * LOG2_E if gates is None else gates.log_decay(x, LOG2_E)
         return jnp.where(x >= least, x, least)  # Of what is not a number, other chunks' sums would take 0 times it.
 
     def decays(slab):
