@@ -32,9 +32,6 @@ UNPROVEN = {
     "raw_matrices": "the Hopper kernel that forms the matrices of chunks from raw inputs",
     "packed": "kernels that take packed sequences",
     "packed_hopper": "the Hopper kernels with packed sequences",
-    "hopper": "the serial Hopper kernels with float16, with states given or returned, with sizes other than K = V = 64"
-    " or 128, with a last chunk that is not full, or with a chunk size that was asked for",
-    "hopper_fp32": "the serial Hopper kernels with float32-accurate products",
     "attention": "the attention kernels",
     "adapters": "the adapter kernels",
     "adapters_hopper": "the adapter kernels for Hopper",

@@ -323,10 +323,8 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
             of_chunk |= {"same_heads": x.q.shape[2] == HV, "dtype": str(x.q.dtype)}
             of_chunk |= {"plain": operator == "kda" and no_starts}
             any_raw = raw is not None and any(dataclasses.astuple(raw))
-            shown = x.q.dtype == jnp.bfloat16 and K == V and K in (64, 128) and options.chunk_size is None
-            shown = shown and x.initial_state is None and not options.output_final_state
-            sizes_and_packed = sizes | {"packed": packed}
-            config, passed_over = _kernel_config(device, interpret, asked, sizes_and_packed, of_chunk, any_raw, shown)
+            of_call = sizes | {"packed": packed}
+            config, passed_over = _kernel_config(device, interpret, asked, of_call, of_chunk, any_raw)
             on_mosaic = config != config.on_triton()
             return plan("pallas_mosaic" if on_mosaic else "pallas_triton", config, passed_over, raw=raw)
         except NotImplementedError as reason:
@@ -348,13 +346,11 @@ def _kernel_config(
     sizes: dict[str, Any],
     of_chunk: dict[str, Any],
     any_raw: bool,
-    shown: bool,
 ) -> tuple[Any, list[tuple[str, str]]]:
     """The configuration of the kernels, whose fields name the backend of each, and what was passed over; or a
     NotImplementedError that says why they cannot serve the call.
 
     of_chunk: what `hopper_chunk_refusal` wants to know. any_raw: whether the kernels get anything raw.
-    shown: whether a GPU has shown the serial Hopper kernels to be right with calls of this kind.
     """
     require_triton(device, interpret)
     try:
@@ -375,8 +371,6 @@ def _kernel_config(
         if sizes["packed"]:
             require_proven("packed_hopper", interpret)
         serial_refusal = kernels.hopper_refusal(**of_serial)
-        if serial_refusal is None and config.serial == "mosaic":
-            serial_refusal = _why_unproven(interpret, sizes, shown and sizes["T"] % config.chunk_size == 0)
         if asked == "pallas_mosaic" and serial_refusal is not None:
             raise NotImplementedError(serial_refusal)
     except NotImplementedError as reason:
@@ -390,13 +384,6 @@ def _kernel_config(
     refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
     config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))
     return config, [("pallas_mosaic", why) for why in dict.fromkeys(refused.values())]
-
-
-def _why_unproven(interpret: bool, sizes: dict[str, Any], shown: bool) -> str | None:
-    """Why the serial Hopper kernels are not to be chosen yet on a GPU for a call that they serve, or None."""
-    if sizes["precision"] == "fp32":
-        return _unproven(interpret, "hopper_fp32")
-    return None if shown else _unproven(interpret, "hopper")
 
 
 def _unproven(interpret: bool, feature: str) -> str | None:

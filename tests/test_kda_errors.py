@@ -607,34 +607,6 @@ class DispatchTest(parameterized.TestCase):
             (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, use_qk_l2norm_in_kernel=True))
             self.assertEqual((found.implementation, found.config.gradients), ("pallas_mosaic", "mosaic"))
 
-    @parameterized.named_parameters(
-        ("a_state", {}, {"initial_state": True}),
-        ("float16", {"dtype": jnp.float16}, {}),
-        ("values", {"V": 64}, {}),
-        ("last_chunk", {"T": 72}, {}),
-        ("chunk_size", {}, {"chunk_size": 32}),
-        ("nothing", {}, {}),
-    )
-    def test_serial_hopper_kernels_are_chosen_for_what_a_gpu_has_shown(self, case, options):
-        case = {"T": 64, "K": 128, "V": 128, "H": 16, "HV": 16, "dtype": jnp.bfloat16} | case
-        p = helpers.problem(
-            "kda", helpers.Shape(**{k: x for k, x in case.items() if k != "dtype"}), dtype=case["dtype"]
-        )
-        options = options | ({"initial_state": p.initial_state} if "initial_state" in options else {})
-        gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
-        with (
-            unittest.mock.patch.dict(dispatch.UNPROVEN, {"hopper": "serial Hopper kernels"}, clear=True),
-            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
-        ):
-            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, **options))
-            if options or case["dtype"] != jnp.bfloat16 or case["V"] != 128 or case["T"] != 64:
-                self.assertEqual(found.config.serial, "triton")
-                self.assertTrue(any("were not held to the oracle on a GPU" in why for _, why in found.passed_over))
-                with self.assertRaisesRegex(NotImplementedError, "serial Hopper kernels were not held"):
-                    dormouse_jax.kda(**p.inputs, **options, implementation="pallas_mosaic")
-            else:
-                self.assertEqual((found.config.serial, found.passed_over), ("mosaic", ()))
-
     def test_packed_sequences_go_elsewhere_until_a_gpu_has_shown_them_to_be_right(self):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         p = helpers.problem("kda", dataclasses.replace(SHAPE, B=1))
