@@ -63,8 +63,11 @@ class Corpus:
         # Blocks at least as long as a sequence, so that both parts have one.
         block = max(sequence_length + 1, min(_BLOCK, len(text) // _VALIDATION_SHARE))
         data = np.frombuffer(text, np.uint8)
-        validation = np.arange(len(data)) // block % _VALIDATION_SHARE == _VALIDATION_SHARE - 1
-        return cls(data[~validation], data[validation], hashlib.sha256(text).hexdigest())
+        blocks = [data[start : start + block] for start in range(0, len(data), block)]
+        every = slice(_VALIDATION_SHARE - 1, None, _VALIDATION_SHARE)
+        validation = np.concatenate(blocks[every])
+        del blocks[every]
+        return cls(np.concatenate(blocks), validation, hashlib.sha256(text).hexdigest())
 
     def batch(self, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
         """Sequences to train on, `[batch_size, sequence_length + 1]`, uint8: a function of the arguments alone."""

@@ -34,7 +34,7 @@ class Trainer:
 
     Attributes:
       update: `(state, ids) -> (state, metrics)`, as of `make_steps`, jitted.
-      schedule: the learning rate of the update after n of them.
+      learning_rates: `[steps]`, of the updates.
     """
 
     def __init__(self, run: Run, corpus: Corpus, devices: Sequence[Any], model_options: Mapping[str, Any]):
@@ -42,13 +42,14 @@ class Trainer:
         mesh = jax.make_mesh((len(devices),), (DATA,), axis_types=auto, devices=devices)
         self._run, self._corpus = run, corpus
         self._everywhere, self._split = NamedSharding(mesh, P()), NamedSharding(mesh, P(DATA))
-        self._transformation, self.schedule = optimizer(
+        self._transformation, schedule = optimizer(
             learning_rate=run.learning_rate,
             warmup_steps=run.warmup_steps,
             steps=run.steps,
             weight_decay=run.weight_decay,
             clip_norm=run.clip_norm,
         )
+        self.learning_rates = np.asarray(schedule(np.arange(run.steps)))
         model = nnx.eval_shape(lambda: Decoder(run.decoder, **model_options, rngs=nnx.Rngs(0)))
         self.update, self._validate = make_steps(model, self._transformation, mesh)
         sequences = corpus.validation_sequences(run.eval_batches * run.batch_size, run.sequence_length)
@@ -185,27 +186,28 @@ def train(
         if start is None:
             evaluate(0)
         pending: list[Any] = []
-        clock = time.perf_counter()
+        clock, seconds, timed = time.perf_counter(), 0.0, 0
         for step in range((start or 0) + 1, run.steps + 1):
             state, metrics = update(state, trainer.batch(step))
             pending.append(metrics)
             evaluates, saves = (step == run.steps or step % every == 0 for every in (run.eval_every, checkpoint_every))
             if not (evaluates or saves or len(pending) == _FETCH_EVERY):
                 continue
-            first = step - len(pending) + 1
-            rates = np.asarray(trainer.schedule(np.arange(first - 1, step)))
-            for i, (metrics, rate) in enumerate(zip(jax.device_get(pending), rates, strict=True), first):
+            fetched, first = jax.device_get(pending), step - len(pending) + 1
+            pending.clear()
+            seconds, timed = seconds + time.perf_counter() - clock, timed + len(fetched)
+            for i, metrics in enumerate(fetched, first):
                 values = {name: float(x) for name, x in metrics.items()}
-                record.write("train", i, values | {"learning_rate": float(rate)})
+                record.write("train", i, values | {"learning_rate": float(trainer.learning_rates[i - 1])})
                 if not math.isfinite(values["loss"]):
                     record.close()
                     raise UsageError(f"the loss of step {i} is {values['loss']}; a lower --learning-rate may help")
-            speed = len(pending) * run.batch_size * run.sequence_length / (time.perf_counter() - clock)
-            pending.clear()
-            record.write("speed", step, {"tokens_per_second": speed})
+            speed = timed * run.batch_size * run.sequence_length / seconds
             progress.update(task, completed=step, speed=f"{speed:,.0f} tokens/s")
             if evaluates:
+                record.write("speed", step, {"tokens_per_second": speed})
                 evaluate(step, f", {speed:,.0f} tokens/s")
+                seconds, timed = 0.0, 0
             if saves:
                 record.flush()
                 checkpoints.save(step, run, state)
