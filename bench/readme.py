@@ -113,23 +113,16 @@ def _training(paths: Sequence[pathlib.Path], root: pathlib.Path) -> list[str]:
         record = log.read(path)
         start = next(line for line in record if line["kind"] == "start")
         losses = [line["validation_loss"] for line in record if line["kind"] == "eval"]
-        speed = statistics.median(line["tokens_per_second"] for line in record if line["kind"] == "speed")
+        speed = f"{statistics.median(line['tokens_per_second'] for line in record if line['kind'] == 'speed'):,.0f}"
         run, entropies = start["run"], start["entropies"]
         resumed = [line["step"] for line in record if line["kind"] == "start"][1:]
         steps = f"{run['steps']} x {run['batch_size'] * run['sequence_length']}"
         steps += f", stopped and resumed at {', '.join(map(str, resumed))}" if resumed else ""
         devices = f"{len(start['devices'])} x {start['devices'][0]}"
         model, both = f"{start['parameters'] / 1e6:.1f} M", f"{entropies['unigram']:.3f}, {entropies['bigram']:.3f}"
-        cells = (
-            f"`{path.name}`",
-            model,
-            devices,
-            steps,
-            f"{speed:,.0f}",
-            f"{losses[0]:.3f}",
-            f"{losses[-1]:.3f}",
-            both,
-        )
+        if start["devices"][0] == "cpu":  # It says as little as any time without a GPU.
+            speed = "-"
+        cells = (f"`{path.name}`", model, devices, steps, speed, f"{losses[0]:.3f}", f"{losses[-1]:.3f}", both)
         lines.append(f"| {' | '.join(cells)} |")
     figures = [path.with_suffix(".png") for path in paths]
     return [*lines, "", *(f"![{f.stem}]({f.relative_to(root).as_posix()})" for f in figures), ""]

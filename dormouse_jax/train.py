@@ -14,6 +14,8 @@ import pathlib
 import sys
 from typing import Any
 
+import jax
+
 from dormouse_jax.kda_arguments import IMPLEMENTATIONS
 from dormouse_jax.training import OneLineParser, UsageError, command
 
@@ -105,11 +107,15 @@ def main(argv: list[str] | None = None) -> None:
         eval_every=args.eval_every,
         eval_batches=args.eval_batches,
     )
+    out = args.out or pathlib.Path("out") / args.config
+    if jax.config.jax_compilation_cache_dir is None:
+        # Compiling anew may choose other kernels on a GPU, which round differently.
+        jax.config.update("jax_compilation_cache_dir", str((out / "compiled").absolute()))
     try:
         train(
             run,
             corpus,
-            args.out or pathlib.Path("out") / args.config,
+            out,
             checkpoint_every=args.checkpoint_every,
             resume=args.resume,
             model_options={name: getattr(args, name) for name in ("implementation", "residuals", "remat")},

@@ -11,6 +11,7 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 import dormouse_jax
+from dormouse_jax.layers import CausalAttention
 from dormouse_jax.models import PRESETS, Decoder, DecoderConfig
 from tests import helpers
 
@@ -189,6 +190,10 @@ class ErrorTest(parameterized.TestCase):
             decoder(remat="some")
         with self.assertRaisesRegex(ValueError, "KimiDeltaAttention: residuals must be one of"):
             nnx.eval_shape(lambda: decoder(residuals="some"))
+
+    def test_sizes_of_attention(self):
+        with self.assertRaisesRegex(ValueError, "CausalAttention: head_dim must be at least 1, got 0"):
+            CausalAttention(8, num_heads=2, head_dim=0, rngs=nnx.Rngs(0))
 
     def test_inputs(self):
         model = with_weights()

@@ -65,7 +65,9 @@ def plot(lines: Iterable[Mapping[str, Any]], entropies: Mapping[str, float], pat
     axes = figure.subplots()
     for kind, key, label, marker in (("train", "loss", "training", ""), ("eval", "validation_loss", "validation", ".")):
         chosen = [line for line in lines if line["kind"] == kind]
-        axes.plot([line["step"] for line in chosen], [line[key] for line in chosen], label=label, marker=marker)
+        axes.plot(
+            [line["step"] for line in chosen], [line[key] for line in chosen], label=label, marker=marker, linewidth=0.8
+        )
     for (name, value), color in zip(entropies.items(), ("tab:red", "tab:green"), strict=True):
         axes.axhline(value, linestyle="--", linewidth=1, color=color, label=f"{name} entropy {value:.2f}")
     axes.set_xlabel("step")

@@ -93,12 +93,13 @@ def train(
     """Trains a decoder.
 
     What a step computes is a function of `run`, the text and the step alone. So a run that was killed, and goes on from
-    its last checkpoint on the same devices, has the losses of one that was not, bit for bit.
+    its last checkpoint on the same devices, has the losses of one that was not, bit for bit; on a GPU where it is not
+    compiled anew (jax_compilation_cache_dir), for which XLA may choose other kernels.
 
     Args:
       run: the model and how it is trained.
       corpus: the text, that of run.corpus.
-      out: folder for checkpoints/, log.jsonl, loss.png, and compiled/ with what was compiled.
+      out: folder for checkpoints/, log.jsonl and loss.png.
       checkpoint_every: after how many steps a checkpoint is written, other than after the last.
       resume: whether to go on with the run that is in `out`.
       model_options: options of `Decoder`: implementation, residuals, remat.
@@ -122,10 +123,6 @@ def train(
             else f"{out} has a run already: go on with it by --resume, or choose another folder by --out"
         )
     out.mkdir(parents=True, exist_ok=True)
-    if jax.config.jax_compilation_cache_dir is None:
-        # Compiling anew may choose other kernels on a GPU, which round differently.
-        jax.config.update("jax_compilation_cache_dir", str((out / "compiled").absolute()))
-
     checkpoints = Checkpoints(folder, create=True)
     start = checkpoints.latest
     if start is not None:
