@@ -23,9 +23,9 @@ LEAST_PADDED = 16  # the kernels' smallest tile
 TOKENS, ODD_TOKENS = 4096, 1003
 HEADS = 2  # value heads, of one query/key head
 MANY = 256  # batch times value heads: more than any limit in the tables
-# The dim at which a chunk size that the caller insists on is compiled too: it is no row of the table. In TF32 it is the
-# largest, where it takes more shared memory than some cards have; others have room to spare.
-CHUNKED_DIM = {"16bit": 128, "fp32": 128, "tf32": 256}
+# Dims at which a chunk size that the caller insists on is compiled too: it is no row of the table. In TF32 it is the
+# largest, where it takes more shared memory than some cards have; in float32 the one that Hopper has kernels for, too.
+CHUNKED_DIMS = {"16bit": (128,), "fp32": (64, 128), "tf32": (256,)}
 GEMM_SIZES = (16, 64, 256, 1024, 1280, 2048, 3072, 5120, 8192)
 GEMM_DEPTHS = (512, 2048, 8192)
 GEMM_ODD = (1003, 515, 517)
@@ -84,11 +84,11 @@ def _delta_rule(card: Card) -> Iterator[Case]:
             if card.is_hopper and "mosaic" in (config.prepare, config.gradients):
                 sized = {"K": dim, "V": dim, "batch_heads": batch_heads, "query_heads": HEADS}
                 yield _kda_case("kda", "equal heads", **sized, **common)
-        dim = CHUNKED_DIM[precision]
-        chosen = _kda_config(card, precision, dim, MANY).chunk_size
-        for chunk_size in {16, 32} - {chosen} if precision != "tf32" or card.block_shared < 200_000 else ():
-            sizes: dict[str, Any] = {"K": dim, "V": dim, "batch_heads": MANY}
-            yield _kda_case("kda", f"chunk {chunk_size}", chunk_size=chunk_size, **sizes, **common)
+        for dim in CHUNKED_DIMS[precision]:
+            chosen = _kda_config(card, precision, dim, MANY).chunk_size
+            for chunk_size in {16, 32} - {chosen} if precision != "tf32" or card.block_shared < 200_000 else ():
+                sizes: dict[str, Any] = {"K": dim, "V": dim, "batch_heads": MANY}
+                yield _kda_case("kda", f"chunk {chunk_size}", chunk_size=chunk_size, **sizes, **common)
         if precision != "tf32":
             dim = 128 if precision == "16bit" else 64
             sizes: dict[str, Any] = {"K": dim, "V": dim, "batch_heads": MANY}

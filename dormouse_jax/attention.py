@@ -20,7 +20,6 @@ from dormouse_jax.dispatch import (
     device_of,
     interpreting,
     require_hopper,
-    require_proven,
     require_triton,
     warn_once,
 )
@@ -70,8 +69,8 @@ def attention(
         exponentials are float32 always.
       implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (kernels
         for Hopper cards: Tq and Tk multiples of 8, nothing packed, in 16 bit with D of 64 or 128, in "fp32" with
-        D of 64) or "xla", which forms the matrix of scores. None takes "pallas" on an NVIDIA GPU, where a GPU has shown
-        it to be right, and under `interpret_kernels()`, and "xla" elsewhere.
+        D of 64) or "xla", which forms the matrix of scores. None takes "pallas" on an NVIDIA GPU and under
+        `interpret_kernels()`, and "xla" elsewhere.
 
     Returns:
       `[B, Tq, H, D]` in q's dtype, differentiable in q, k and v. A query that sees no key gives 0 and has no gradient.
@@ -218,7 +217,7 @@ def _plan(options: _Options, x: _Arguments) -> _Plan:
         reason = "implementation='xla' was asked for"
         return plan("xla", None, [("pallas_mosaic", reason), ("pallas_triton", reason)])
     try:
-        config = _triton_config(device, interpret, asked, x.q.shape[-1], options.precision)
+        config = _triton_config(device, interpret, x.q.shape[-1], options.precision)
     except NotImplementedError as reason:
         if asked is not None:
             raise _refusal(asked, reason) from reason
@@ -237,10 +236,9 @@ def _refusal(asked: str, reason: Exception) -> NotImplementedError:
     return NotImplementedError(f"attention: implementation={asked!r} cannot serve this call: {reason}")
 
 
-def _triton_config(device: Device, interpret: bool, asked: str | None, D: int, precision: str) -> Any:
+def _triton_config(device: Device, interpret: bool, D: int, precision: str) -> Any:
     """The configuration of the Triton kernels, or a NotImplementedError that says why they cannot serve the call."""
     require_triton(device, interpret)
-    require_proven("attention", interpret, named=asked is not None)
     try:
         return _kernels().choose_config(device.kind, D=D, precision=precision)
     except (ImportError, ValueError) as reason:
@@ -253,7 +251,6 @@ def _hopper_config(device: Device, interpret: bool, options: _Options, x: _Argum
     if asked == "pallas_triton":
         raise NotImplementedError("implementation='pallas_triton' was asked for")
     require_hopper(device, interpret, asked)
-    require_proven("attention_hopper", interpret, named=asked == "pallas_mosaic")
     Tq, Tk, D = x.q.shape[1], x.k.shape[1], x.q.shape[3]
     try:
         return _kernels().choose_hopper(D=D, Tq=Tq, Tk=Tk, precision=options.precision, packed=x.spans is not None)

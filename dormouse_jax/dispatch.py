@@ -32,10 +32,8 @@ UNPROVEN = {
     "raw_matrices": "the Hopper kernel that forms the matrices of chunks from raw inputs",
     "packed": "kernels that take packed sequences",
     "packed_hopper": "the Hopper kernels with packed sequences",
-    "attention": "the attention kernels",
     "adapters": "the adapter kernels",
     "adapters_hopper": "the adapter kernels for Hopper",
-    "attention_hopper": "the attention kernels for Hopper",
 }
 
 _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("dormouse_interpret", default=False)

@@ -431,25 +431,13 @@ class DispatchTest(parameterized.TestCase):
         self.assertEqual(forward.kernels, ("attention_forward",))
         self.assertEqual(backward.kernels, ("attention_dkv", "attention_dq"))
 
-    def test_what_no_gpu_has_run_is_not_the_default_there(self):
+    def test_on_hopper_its_kernels_are_the_default(self):
         device = dispatch.Device("gpu", "NVIDIA H200", "9.0", 132)
-        arrays, _ = problem(24)
-        with (
-            mock.patch.dict(dispatch.UNPROVEN, {"attention": "these"}),
-            mock.patch.dict(attention.__globals__, device_of=lambda *arrays: device),
-            self.assertWarnsRegex(RuntimeWarning, "taking the slower implementation 'xla', .*: these were not held"),
-        ):
-            dispatch._warned.clear()
-            (call,) = dormouse_jax.explain(attention, *arrays.values())
-            self.assertEqual(call.implementation, "xla")
-            with self.assertWarnsRegex(RuntimeWarning, "asked for by name: these were not held to the oracle"):
-                (call,) = dormouse_jax.explain(lambda *x: attention(*x, implementation="pallas"), *arrays.values())
-            self.assertEqual(call.implementation, "pallas_triton")
-            arrays, _ = problem(64, D=64)
-            for names, chosen in (({"attention_hopper": "these"}, "pallas_triton"), ({}, "pallas_mosaic")):
-                with mock.patch.dict(dispatch.UNPROVEN, names, clear=True):
-                    (call,) = dormouse_jax.explain(attention, *arrays.values())
-                self.assertEqual(call.implementation, chosen)
+        for D, chosen in ((64, "pallas_mosaic"), (32, "pallas_triton")):
+            arrays, _ = problem(64, D=D)
+            with mock.patch.dict(attention.__globals__, device_of=lambda *arrays: device):
+                (call,) = dormouse_jax.explain(attention, *arrays.values())
+            self.assertEqual(call.implementation, chosen)
 
 
 class PortTest(parameterized.TestCase):

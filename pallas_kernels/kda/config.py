@@ -136,7 +136,10 @@ def choose_config(
     config = KdaConfig(**row["config"])
     v_tile = min(config.v_tile, max(BLOCK, ceil_pow2(V)))
     config = dataclasses.replace(config, v_tile=v_tile, segments=1 if packed else config.segments)
-    config = config if chunk_size is None else dataclasses.replace(config, chunk_size=chunk_size)
+    if chunk_size is not None:
+        # Four chunks of 32 tokens in pieces do not fit into Hopper's shared memory.
+        stages = min(config.hopper_stages, 3) if (precision, chunk_size) == ("fp32", 32) else config.hopper_stages
+        config = dataclasses.replace(config, chunk_size=chunk_size, hopper_stages=stages)
     large = precision != "16bit" and config.chunk_size == 32 and K > 128
     if large and block_shared is not None and block_shared < LARGEST_SHARED:
         raise ValueError(
