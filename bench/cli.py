@@ -102,7 +102,7 @@ def modes() -> tuple[str, ...]:
     return tuple(choose(FLAGS.mode, MODE_TITLES, "--mode"))
 
 
-class _Bar(harness.Progress):
+class Bar(harness.Progress):
     def __init__(self, console: Console):
         self.bar = Progress(
             SpinnerColumn(),
@@ -124,6 +124,11 @@ class _Bar(harness.Progress):
     def step(self, text: str) -> None:
         if self.task is not None:
             self.bar.update(self.task, advance=1, description=f"{self.title}  {text}"[:70])
+
+
+def command_line(command: str) -> str:
+    """What was typed, for the header of a result file."""
+    return shlex.join(["python", "-m", command, *sys.argv[1:]])
 
 
 def default_cache() -> pathlib.Path:
@@ -152,7 +157,7 @@ def measure(
     gpu = header["gpu"]
     document: dict[str, Any] = {
         "schema": results.SCHEMA,
-        "command": shlex.join(["python", "-m", command, *sys.argv[1:]]),
+        "command": command_line(command),
         "device": header,
         "rooflines": None,
         "rows": [],
@@ -187,7 +192,7 @@ def measure(
     interrupted = False
     with harness.Session(options) as session:
         for case, arms in todo:
-            bar = _Bar(Console(stderr=True, width=WIDTH))
+            bar = Bar(Console(stderr=True, width=WIDTH))
             session.progress = bar
             with bar.bar:
                 try:

@@ -127,7 +127,8 @@ class Session:
             worker.wait(ticket)
         return worker
 
-    def _left(self) -> float:
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
         if self.options.budget is None:
             return float("inf")
         return self.options.budget - (time.monotonic() - self.start)
@@ -145,7 +146,7 @@ class Session:
                 run.reason = f"not installed: {', '.join(absent)}"
             elif run.mode not in run.arm.modes:
                 run.reason = f"this arm has no {run.mode}"
-            elif self._left() <= 0:
+            elif self.left() <= 0:
                 run.reason = _TOO_LATE
         interrupted = False
         try:
@@ -216,9 +217,9 @@ class Session:
 
     def _setup(self, case: Case, arm: Arm, inputs: pathlib.Path, runs: list[_Run]) -> None:
         mine = [run for run in runs if run.arm is arm and run.open]
-        limit = min(TUNER_LIMIT_S if arm.exclusive else self.options.arm_limit, max(1.0, self._left()))
+        limit = min(TUNER_LIMIT_S if arm.exclusive else self.options.arm_limit, max(1.0, self.left()))
         try:
-            if self._left() <= 0:
+            if self.left() <= 0:
                 raise WorkerError(_TOO_LATE)
             worker = self.worker(arm.name)
             info = worker.ask("case", limit, case=case.to_json(), arm=arm.to_json(), inputs=str(inputs))
@@ -229,7 +230,7 @@ class Session:
             return
         for run in mine:
             try:
-                if self._left() <= 0:
+                if self.left() <= 0:
                     raise WorkerError(_TOO_LATE)
                 if not worker.alive:
                     break  # what is still open gets a fresh worker
@@ -342,7 +343,7 @@ class Session:
             for run in order:
                 if not run.open:  # its worker died in this very round
                     continue
-                if self._left() <= 0:
+                if self.left() <= 0:
                     if not self._enough(run):
                         run.reason = f"the time budget was spent after {index} of {self._wanted(run)} rounds"
                     continue

@@ -36,10 +36,10 @@ floor: compulsory bytes over the copy bandwidth (or operations over the matmul r
 ratio: time over the fastest correct other arm's, paired by round. ±: 95 % interval. TIE: interval inside +-3 %."""
 
 
-def print_header(console: Console, document: Mapping[str, Any]) -> None:
+def print_header(console: Console, document: Mapping[str, Any], definitions: str = _DEFINITIONS) -> None:
     device = document["device"]
     console.rule(f"[bold]{document['command']}"[: console.width - 4])
-    console.print(_DEFINITIONS, style="dim", markup=False)
+    console.print(definitions, style="dim", markup=False)
     if not device["gpu"]:
         console.print("NO GPU: kernels run in interpret mode, accuracy is real, the times mean nothing.", style="bold")
     where = f"{device['kind']}, {device['cores']} cores" + (f", driver {device['driver']}" if device["driver"] else "")

@@ -482,24 +482,6 @@ class TorchRuntime(Runtime):
     def _flush(self) -> None:
         self.scratch.fill_(1.0)
 
-    def _profile(self, body: Callable[[], None]) -> list[tuple[str, int, float]]:
-        """[(kernel name, start ns, ms)] of what `body` launched, in order of start, copies and fills left out."""
-        torch = self.torch
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-            body()
-            self.sync()
-        cuda = torch.autograd.DeviceType.CUDA
-        records = []
-        results = profile.profiler.kineto_results if profile.profiler is not None else None
-        if results is None:
-            raise RuntimeError("torch's profiler kept no records")
-        for event in results.events():
-            name = event.name()
-            if event.device_type() != cuda or name.startswith(_NOT_KERNELS):
-                continue
-            records.append((name, event.start_ns(), event.duration_ns() / 1e6))
-        return sorted(records, key=lambda r: r[1])
-
     def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
         function = self.functions[mode]
         if what == "wall":
@@ -516,7 +498,7 @@ class TorchRuntime(Runtime):
         cold = what == "device_cold"
         if cold and not self.flush_name:
             # The flush is known by the name it has when it runs alone, not by a guess at how torch spells it.
-            names = [name for name, _, _ in self._profile(self._flush)]
+            names = [name for name, _, _ in torch_kernels(self._flush)]
             if len(names) != 1:
                 raise Unsupported(f"the L2 flush launched {len(names)} kernels")
             self.flush_name = names[0]
@@ -528,7 +510,7 @@ class TorchRuntime(Runtime):
                     self._flush()
                 function(self.inputs)
 
-        records = self._profile(body)
+        records = torch_kernels(body)
         calls: list[list[tuple[str, float]]] = []
         if cold:
             for name, _, ms in records:
@@ -546,6 +528,26 @@ class TorchRuntime(Runtime):
         if not any(calls):
             raise Unsupported("the profiler recorded no kernels")
         return {"ms": [sum(ms for _, ms in call) for call in calls], "kernels": tally(calls[0])}
+
+
+def torch_kernels(body: Callable[[], Any]) -> list[tuple[str, int, float]]:
+    """[(kernel name, start ns, ms)] of what `body` launched on a GPU, in order of start, copies and fills left out."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        body()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    records = []
+    kept = profile.profiler.kineto_results if profile.profiler is not None else None
+    if kept is None:
+        raise RuntimeError("torch's profiler kept no records")
+    for event in kept.events():
+        name = event.name()
+        if event.device_type() != cuda or name.startswith(_NOT_KERNELS):
+            continue
+        records.append((name, event.start_ns(), event.duration_ns() / 1e6))
+    return sorted(records, key=lambda r: r[1])
 
 
 RUNTIMES = {"jax": JaxRuntime, "torch": TorchRuntime, "numpy": NumpyRuntime}

@@ -24,6 +24,7 @@ from bench.spec import Arm, Case, load_arrays, operator, save_arrays
 class Worker:
     def __init__(self) -> None:
         self.runtime: runtimes.Runtime | None = None
+        self.trainer: Any = None
 
     def init(self, framework: str, gpu: bool) -> dict[str, Any]:
         """Imports the framework and wakes its device up, so that this can overlap with other workers' start.
@@ -104,8 +105,24 @@ class Worker:
             raise runtimes.Unsupported(f"the trace holds {len(kernels)} kernels of {n} calls")
         return {"ms": sum(ms for _, ms in kernels) / n, "kernels": runtimes.tally(kernels)}
 
+    def training(self, what: str, **args: Any) -> Any:
+        """A request to what `bench.train_step` measures: see `bench.train_arms`."""
+        from bench import train_arms
+
+        if what == "inputs":
+            return train_arms.make_inputs(Case.from_json(args["case"]), pathlib.Path(args["folder"]))
+        if what == "build":
+            self.release()
+            kind = train_arms.TRAINERS[args["arm"]["framework"]]
+            arrays = load_arrays(pathlib.Path(args["inputs"]))
+            self.trainer = kind(Case.from_json(args["case"]), Arm.from_json(args["arm"]), arrays)
+            return self.trainer.build()
+        if what == "release":
+            return self.release()
+        return getattr(self.trainer, what)(**args)
+
     def release(self) -> dict[str, Any]:
-        self.runtime = None
+        self.runtime = self.trainer = None
         gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():

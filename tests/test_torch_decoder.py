@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from absl.testing import absltest, parameterized
@@ -48,7 +49,7 @@ def by_name(state):
 @functools.cache
 def loss_and_grads():
     _, graph, state = model_and_parameters()
-    return jax.jit(jax.value_and_grad(lambda state: nnx.merge(graph, state).loss(ids())))(state)
+    return jax.jit(jax.value_and_grad(lambda state: nnx.merge(graph, state).loss(jnp.asarray(ids()))))(state)
 
 
 def twin(compiled=None):
@@ -96,14 +97,14 @@ class TorchDecoderTest(parameterized.TestCase):
         transformation, schedule = optimizer(**TRAINING)
         mesh = jax.make_mesh((1,), (DATA,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
         train, _ = make_steps(model, transformation, mesh)
-        now = jax.tree.map(jax.numpy.copy, TrainState(state, transformation.init(state)))
+        now = jax.tree.map(jnp.copy, TrainState(state, transformation.init(state)))
         other = twin()
         adamw = torch_ref.decoder.AdamW(other.parameters, weight_decay=0.1, clip_norm=0.5)
         for step in range(5):
             now, metrics = train(now, ids(step))
             loss = other.loss(torch.from_numpy(ids(step)))
             loss.backward()
-            norm = adamw.step(float(schedule(step)))
+            norm = adamw.step(np.asarray(schedule(step)).item())
             helpers.assert_close(loss.item(), metrics["loss"], rms=1e-5, name=f"loss of step {step}")
             helpers.assert_close(norm.item(), metrics["grad_norm"], rms=1e-4, name=f"norm of step {step}")
             self.assertGreater(norm.item(), 0.5)  # so that the clip is at work

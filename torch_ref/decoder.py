@@ -10,7 +10,10 @@ or compiled once for all layers, and the operator can be anyone's.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +23,7 @@ from torch_ref.kda import chunk_kda
 from torch_ref.options import l2_normalize, log_decay
 
 Weights = dict[str, Tensor]
-Wrap = Callable[[Callable[..., object]], Callable[..., object]]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def ported_kda(chunk_size: int, matmul_dtype: torch.dtype | None) -> Callable[..., Tensor]:
@@ -187,6 +190,7 @@ def _short_convolution(x: Tensor, kernel: Tensor) -> Tensor:
     size, T = len(kernel), x.shape[1]
     if torch.compiler.is_compiling():  # Sums of shifted products are one kernel with what is around them.
         x32 = F.pad(x.float(), (0, 0, size - 1, 0))
-        return F.silu(sum(kernel[i] * x32[:, i : i + T] for i in range(size))).to(x.dtype)
+        terms = (kernel[i] * x32[:, i : i + T] for i in range(size))
+        return F.silu(functools.reduce(operator.add, terms)).to(x.dtype)
     weight = kernel.to(x.dtype).T[:, None]
     return F.silu(F.conv1d(F.pad(x.mT, (size - 1, 0)), weight, groups=len(weight)).mT)
