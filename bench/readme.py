@@ -2,9 +2,10 @@
 
     python -m bench.readme [--results bench/results] [--check]
 
-The tables are the verdict's: losses first. What took part in an earlier run only, such as the PyTorch port, whose
-compiler takes minutes, is in the folder `ports` and gets a table of its own; so do the logs of `dormouse_jax.train` in
-the folder `training`, each with its plot beside it. --check writes nothing and fails when the README is not up to date.
+The tables are the verdict's: losses first. Three folders get tables of their own: `ports`, what took part in an earlier
+run only, such as the PyTorch port, whose compiler takes minutes; `train_step`, the results of `bench.train_step`; and
+`training`, the logs of `dormouse_jax.train`, each with its plot beside it. --check writes nothing and fails when the
+README is not up to date.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from absl import flags
 
-from bench import cli, report, results, stats
+from bench import cli, report, results, stats, train_step
 from bench.plot import LABELS
 from bench.spec import MODE_TITLES, OPERATORS, UsageError
 from bench.verdict import base, families, verdicts
@@ -34,7 +35,11 @@ def _label(row: Mapping[str, Any]) -> str:
 
 
 def markdown(
-    documents: Documents, root: pathlib.Path, ports: Documents = (), training: Sequence[pathlib.Path] = ()
+    documents: Documents,
+    root: pathlib.Path,
+    ports: Documents = (),
+    training: Sequence[pathlib.Path] = (),
+    steps: Documents = (),
 ) -> str:
     """The block between the markers."""
     entries = verdicts(documents, "pallas")
@@ -63,6 +68,8 @@ def markdown(
     figures = [p for path, _ in documents for p in sorted(path.parent.glob("*_time.png"))]
     for figure in dict.fromkeys(figures):
         lines += [f"![{figure.stem.replace('_', ' ')}]({figure.relative_to(root).as_posix()})", ""]
+    for path, document in steps:
+        lines += _steps(path, document)
     lines += _training(training, root)
     files = ", ".join(f"`{path.relative_to(root).as_posix()}`" for path, _ in documents)
     lines += [f"From {files} by `python -m bench.readme`; raw samples are in there."]
@@ -96,6 +103,50 @@ def _ports(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
             mode = MODE_TITLES[row["mode"]].split(" (")[0]
             lines.append(f"| {row['case']} | {mode} | {ours} | {_label(row)} | {time} | {accuracy} | {ratio} |")
     return [*lines, ""]
+
+
+def _steps(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
+    """The tables of a run of `bench.train_step`, one a preset."""
+    device = document["device"]
+    lines = [
+        f"A step of training, end to end, {device['kind']}, {device['date'].split()[0]}, at commit "
+        f"{device['commit'][:7]} (`{path.parent.name}/{path.name}`): the same decoder, parameters, text and AdamW. "
+        "tokens/s and ms by the host's clock; the split and the shares by the time of kernels; ratio: of tokens/s, ours "
+        "over theirs; loss: the last that is compared, and the largest difference from the median of all arms.",
+        "",
+    ]
+    number = report.number
+    for members in results.group(document["rows"]).values():
+        p, d = members[0]["params"], members[0]["params"]["decoder"]
+        ours = next((row for row in members if row["arm"] == "pallas" and row["times"]), None)
+        lines += [
+            f"| {members[0]['case']}: {members[0]['parameters'] / 1e6:.0f} M, batch {p['batch_size']} x "
+            f"{p['sequence_length']}, {d['dtype']} | tokens/s | ratio | ms | forward, backward, optimizer "
+            "| KDA, GEMM, rest | MFU | GB | loss |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in sorted(members, key=lambda row: -row.get("tokens_per_second", 0)):
+            name = LABELS.get(row["arm"], row["arm"]).replace(" (ours)", "")
+            if not row["times"]:
+                lines.append(f"| {name} | {row['verdict']}: {row['reason'].replace('|', '/')} | | | | | | | |")
+                continue
+            ratio = f"{ours['tokens_per_second'] / row['tokens_per_second']:.2f}" if ours and row is not ours else "-"
+            shares, share = row.get("shares_ms"), train_step.mfu(row, device["kind"])
+            whole = row["parts_ms"]["step"]
+            cells = (
+                name,
+                f"{row['tokens_per_second']:,.0f}",
+                ratio,
+                number(row["times"]["wall"]["median"]),
+                ", ".join(number(x) for x in row["split_ms"].values()),
+                ", ".join(f"{100 * x / whole:.0f} %" for x in shares.values()) if shares else "-",
+                f"{100 * share:.1f} %" if share else "-",
+                number(row["memory_bytes"] / 1e9) if row["memory_bytes"] else "-",
+                f"{row['losses'][-1]['loss']:.4f}, {report.scientific(row['loss_apart'])}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return lines
 
 
 def _training(paths: Sequence[pathlib.Path], root: pathlib.Path) -> list[str]:
@@ -170,8 +221,10 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"{readme}: needs one {BEGIN} before one {END}")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     ports = results.load_folder(folder / "ports") if (folder / "ports").is_dir() else []
+    steps = results.load_folder(folder / "train_step") if (folder / "train_step").is_dir() else []
     training = sorted((folder / "training").glob("*.jsonl"))
-    filled = f"{head}{BEGIN}\n{markdown(results.load_folder(folder), cli.ROOT, ports, training)}\n{tail}"
+    block = markdown(results.load_folder(folder), cli.ROOT, ports, training, steps)
+    filled = f"{head}{BEGIN}\n{block}\n{tail}"
     if flags.FLAGS.check:
         if filled != text:
             raise UsageError(f"{readme}: not up to date with {folder}; run python -m bench.readme")

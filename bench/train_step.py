@@ -33,8 +33,8 @@ from bench.spec import Arm, Case, UsageError, missing_packages
 from bench.train_arms import PARTS
 from bench.workers import WorkerError
 
-# Largest difference from the median of all arms: of the loss in nats, at every step that is compared, and of the norm of
-# the first step's gradients, relative to it. Every implementation rounds 16-bit operands differently, which updates
+# Largest difference from the median of all arms: of the loss in nats, at every step that is compared, and of the norm
+# of the first step's gradients, relative to it. Every implementation rounds 16-bit operands differently, which updates
 # amplify: over 10 steps that took the loss down by 0.8 nats, to 2e-3 nats of it.
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (2e-2, 1e-2), "float16": (2e-2, 1e-2)}
 
@@ -249,7 +249,7 @@ def measure(
             if not together:
                 session.workers[run.arm.name].stop()
             elif session.workers[run.arm.name].alive:
-                ask(run, "release")
+                session.workers[run.arm.name].send("release", 60)  # answered before whatever is asked next
     _compare_losses(runs, case)
     rows = [_row(case, run, sizes, together) for run in runs]
     stats.judge(rows)

@@ -117,8 +117,6 @@ class Worker:
             arrays = load_arrays(pathlib.Path(args["inputs"]))
             self.trainer = kind(Case.from_json(args["case"]), Arm.from_json(args["arm"]), arrays)
             return self.trainer.build()
-        if what == "release":
-            return self.release()
         return getattr(self.trainer, what)(**args)
 
     def release(self) -> dict[str, Any]:
