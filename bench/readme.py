@@ -111,8 +111,8 @@ def _steps(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
     lines = [
         f"A step of training, end to end, {device['kind']}, {device['date'].split()[0]}, at commit "
         f"{device['commit'][:7]} (`{path.parent.name}/{path.name}`): the same decoder, parameters, text and AdamW. "
-        "tokens/s and ms by the host's clock; the split and the shares by the time of kernels; ratio: of tokens/s, ours "
-        "over theirs; loss: the last that is compared, and the largest difference from the median of all arms.",
+        "tokens/s and ms by the host's clock; the split and the shares by the time of kernels; ratio: of tokens/s, "
+        "ours over theirs; loss: the last that is compared, and the largest difference from the median of all arms.",
         "",
     ]
     number = report.number
@@ -126,7 +126,7 @@ def _steps(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in sorted(members, key=lambda row: -row.get("tokens_per_second", 0)):
-            name = LABELS.get(row["arm"], row["arm"]).replace(" (ours)", "")
+            name = str(LABELS.get(row["arm"], row["arm"])).replace(" (ours)", "")
             if not row["times"]:
                 lines.append(f"| {name} | {row['verdict']}: {row['reason'].replace('|', '/')} | | | | | | | |")
                 continue
