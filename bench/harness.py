@@ -117,7 +117,8 @@ class Session:
         if worker is None or not worker.alive:
             log = self.logs / f"{name.replace('#', '_')}.log"
             worker = self.workers[name] = Worker(name, self._env(arm, host_only), log)
-            worker.waking = worker.send("init", START_LIMIT_S, framework=framework, gpu=self.options.gpu)
+            gpu = self.options.gpu and not host_only
+            worker.waking = worker.send("init", START_LIMIT_S, framework=framework, gpu=gpu)
 
     def worker(self, name: str) -> Worker:
         """The worker of that name, once it is awake. Raises WorkerError when it could not wake up."""

@@ -27,6 +27,9 @@ PARTS = ("forward", "gradients", "step", "kda")
 # Names of kernels that multiply matrices, of cuBLAS, CUTLASS, XLA and Triton.
 _GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|wgrad|(^|_)dot(_|$)", re.IGNORECASE)
 
+# A Pallas kernel in a compiled program, of Triton or Mosaic GPU, with its name.
+_PALLAS_CALL = re.compile(r'custom-call\(.*op_name="[^"]*/([^/"]+)/(?:pallas_call|mpmd_map)"')
+
 
 def make_inputs(case: Case, folder: pathlib.Path) -> dict[str, Any]:
     """What all arms get, on the host: parameters by their path in the JAX model, "ids" `[steps, B, T + 1]` uint8 in the
@@ -53,6 +56,16 @@ def make_inputs(case: Case, folder: pathlib.Path) -> dict[str, Any]:
 
 def is_gemm(kernel: str) -> bool:
     return bool(_GEMM.search(kernel))
+
+
+def in_program(text: str) -> list[str]:
+    """Names of the Pallas kernels in a compiled program for a GPU, from its text."""
+    return sorted(set(_PALLAS_CALL.findall(text)))
+
+
+def is_launch_of(launched: str, kernel: str) -> bool:
+    """Whether a launched kernel is this Pallas kernel, as the backends and XLA spell its name on the device."""
+    return re.fullmatch(rf"{re.escape(kernel)}(_mosaic_gpu\w*|_+\d+)*", launched) is not None
 
 
 class Trainer:
@@ -209,10 +222,11 @@ class JaxTrainer(Trainer):
             # What it takes before training can start: the other parts are of this benchmark alone.
             self.compiled["step"], compile_s = compiled["step"].result(), time.perf_counter() - start
             self.compiled |= {part: future.result() for part, future in compiled.items()}
-        text = self.compiled["step"].as_text()
-        # Interpreted kernels are part of the program, and have no name in it.
-        missing = [] if interpret else [name for name in self.claimed if name not in text]
-        return found | {"compile_s": compile_s, "missing": missing}
+        found["compile_s"] = compile_s
+        if self.gpu:  # Interpreted kernels are part of the program, and have no name in it.
+            found["in_program"] = in_program(self.compiled["step"].as_text())
+            found["missing"] = [name for name in self.claimed if name not in found["in_program"]]
+        return found
 
     def _operands(self) -> dict[str, Any]:
         """Operands of a KDA call as a layer has them before the first step, random."""
@@ -266,7 +280,7 @@ class JaxTrainer(Trainer):
         return [(str(name), float(ms)) for call in calls for name, ms in call]
 
     def missing_kernels(self, launched: list[str]) -> list[str]:
-        return [name for name in self.claimed if not any(x.startswith(name) for x in launched)]
+        return [name for name in self.claimed if not any(is_launch_of(x, name) for x in launched)]
 
 
 class _Call:

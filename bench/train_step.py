@@ -30,7 +30,7 @@ from rich.text import Text
 
 from bench import cli, device, harness, report, results, stats
 from bench.spec import Arm, Case, UsageError, missing_packages
-from bench.train_arms import PARTS
+from bench.train_arms import PARTS, is_launch_of
 from bench.workers import WorkerError
 
 # Largest difference from the median of all arms: of the loss in nats, at every step that is compared, and of the norm
@@ -307,10 +307,12 @@ def _compare_losses(runs: Sequence[_Run], case: Case) -> None:
 
 
 def _beside_median(run: _Run, others: Sequence[_Run], name: str) -> list[tuple[float, float]]:
-    """(what this arm has, the median of all arms) for every step."""
-    return [
-        (step[name], statistics.median(other.losses[i][name] for other in others)) for i, step in enumerate(run.losses)
-    ]
+    """(what this arm has, the median of all arms that have a number) for every step."""
+    found = []
+    for i, step in enumerate(run.losses):
+        finite = [other.losses[i][name] for other in others if math.isfinite(other.losses[i][name])]
+        found.append((step[name], statistics.median(finite) if finite else math.nan))
+    return found
 
 
 def _row(case: Case, run: _Run, sizes: Mapping[str, Any], together: bool) -> dict[str, Any]:
@@ -478,7 +480,7 @@ def _manifest(row: Mapping[str, Any]) -> str:
     """The Pallas kernels of the program, with how often a step launches them where that was seen."""
 
     def count(name: str) -> str:
-        seen = sum(kernel["count"] for kernel in row["kernels"] if kernel["name"].startswith(name))
+        seen = sum(kernel["count"] for kernel in row["kernels"] if is_launch_of(kernel["name"], name))
         return f" x {seen:g}" if seen else ""
 
     return ", ".join(name + count(name) for name in row["in_program"])

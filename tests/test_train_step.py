@@ -96,7 +96,7 @@ class LossesTest(parameterized.TestCase):
         ("another_gradient", {"norm": 1.1}, "norm of the first gradients 1.0e-01"),
     )
     def test_an_arm_that_leaves_the_others_is_wrong(self, differs, reason):
-        found = rows([run("pallas", ours=True), run("torch_eager"), run("fla", **differs)])
+        found = rows([run("pallas", ours=True), run("fla", **differs), run("torch_eager")])
         self.assertEqual([found[n]["status"] for n in ("pallas", "torch_eager", "fla")], ["OK", "OK", "WRONG"])
         self.assertIn(reason, found["fla"]["reason"])
         self.assertEqual(found["fla"]["times"], {})
@@ -162,6 +162,21 @@ class SampleTest(absltest.TestCase):
                 records = train_arms.JaxTrainer.kernels(trainer, "step", n)  # pyright: ignore[reportArgumentType]
                 self.assertEqual(records, [("kda_state", 1.0)] * n)
         self.assertEqual(trainer.step, 4)
+
+    def test_kernels_are_read_from_the_compiled_program(self):
+        text = """
+          %a = bf16[2] fusion(%b), metadata={op_name="jit(train)/while/body/kda_unused/mpmd_map"}
+          %c = f32[2] custom-call(%d), metadata={op_name="jit(train)/x/kda_grads/mpmd_map"}
+          %e = custom-call(%f), metadata={op_name="jit(train)/kda_state/pallas_call"}
+          %g = custom-call(%h), custom_call_target="__cublas$gemm", metadata={op_name="jit(train)/dot_general"}
+        """
+        self.assertEqual(train_arms.in_program(text), ["kda_grads", "kda_state"])
+
+    def test_launches_are_known_by_their_names(self):
+        for name in ("kda_state", "kda_state__1", "kda_state_mosaic_gpu_kernel", "kda_state_mosaic_gpu_kernel__1"):
+            self.assertTrue(train_arms.is_launch_of(name, "kda_state"), name)
+        for name in ("kda_state_bwd", "kda_state_bwd_mosaic_gpu_kernel", "my_kda_state"):
+            self.assertFalse(train_arms.is_launch_of(name, "kda_state"), name)
 
     def test_products_are_known_by_their_names(self):
         for name in ("nvjet_tst_128x256", "sm90_xmma_gemm_bf16", "gemm_fusion_dot_12", "cutlass::Kernel2", "dot_7"):
