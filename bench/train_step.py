@@ -42,6 +42,7 @@ TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (2e-2, 1e-2), "float16": (2e-
 _PEAKS = {"H100": 989.4e12, "H200": 989.4e12}
 
 _SAMPLE_S = 0.3  # a sample of the wall clock is of so many steps as take this long
+_TOO_LATE = "the time budget was spent before its turn"
 _SLOW_S = 1.0  # a step longer than this gets fewer rounds
 
 _DEFINITIONS = f"""\
@@ -230,13 +231,13 @@ def measure(
         session.progress.stage(f"{case.name}: losses", len(wave))
         for run in wave:
             if session.left() <= 0:
-                run.reason = "the time budget was spent before its turn"
+                run.reason = _TOO_LATE
             elif ask(run, "start") is not None:
                 run.losses = ask(run, "train", n=steps) or []
             session.progress.step(run.arm.name)
         session.progress.stage(f"{case.name}: parts of the step", len(wave))
         for run in wave:
-            _sample_parts(run, ask, session.options.gpu)
+            _sample_parts(run, ask, session)
             session.progress.step(run.arm.name)
         session.progress.stage(f"{case.name}: rounds", rounds * len(wave))
         for index in range(rounds):
@@ -261,14 +262,17 @@ def _require_kernels(run: _Run, missing: Sequence[str], where: str) -> None:
         run.wrong = f"its kernels {', '.join(missing)} are not in {where}"
 
 
-def _sample_parts(run: _Run, ask: Any, gpu: bool) -> None:
+def _sample_parts(run: _Run, ask: Any, session: harness.Session) -> None:
     if not run.open:
         return
+    gpu = session.options.gpu
     run.memory = ask(run, "memory")
     for part in PARTS:
+        if run.open and session.left() <= 0:
+            run.reason = _TOO_LATE
         if not run.open:
             return
-        found = ask(run, "sample", part=part, clock="device" if gpu else "wall", n=3 if gpu else 1)
+        found = ask(run, "sample", part=part, clock="device" if gpu else "wall", n=3)
         if found is not None:
             run.parts[part] = found
             _require_kernels(run, found.get("missing", []), "what was launched")
@@ -402,7 +406,7 @@ def print_rows(console: Console, rows: Sequence[Mapping[str, Any]], kind: str, k
     """The tables of one case."""
     first = rows[0]
     p, d = first["params"], first["params"]["decoder"]
-    size = f"{first['parameters'] / 1e6:.1f} M parameters, " if first["parameters"] else ""
+    size = f"{first['parameters'] / 1e6:.3g} M parameters, " if first["parameters"] else ""
     console.print(
         f"\n{first['case']}: {size}{d['num_layers']} layers x {d['loops']}, {d['num_heads']} heads of {d['head_dim']}, "
         f"batch {p['batch_size']} x {p['sequence_length']}, {d['dtype']}"
