@@ -28,10 +28,7 @@ CONSUMER_SHARED = 101376
 # What no GPU has held to the float64 oracle yet. It is not chosen there, though interpret mode runs it; an entry goes
 # once the tests, which lift this, have passed on one.
 UNPROVEN = {
-    "raw": "kernels that take raw gates, beta, queries or keys",
     "raw_matrices": "the Hopper kernel that forms the matrices of chunks from raw inputs",
-    "packed": "kernels that take packed sequences",
-    "packed_hopper": "the Hopper kernels with packed sequences",
     "adapters": "the adapter kernels",
     "adapters_hopper": "the adapter kernels for Hopper",
 }

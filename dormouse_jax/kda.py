@@ -306,25 +306,23 @@ def _plan(operator: str, options: Options, x: Arguments) -> _Plan:
     passed_over = [("pallas_triton", "implementation='xla' was asked for")]
     if asked != "xla":
         try:
-            if x.cu_seqlens is not None:
-                require_proven("packed", interpret)
             raw = _kernels().Raw(
                 options.l2norm, options.gate, options.lower_bound, options.beta_sigmoid, options.neg_eigval
             )
-            try:
-                require_proven("raw", interpret)
-                if x.starts is not None:
-                    require_proven("packed", interpret)
-            except NotImplementedError:
-                raw = None  # They are computed before the call.
-            packed = x.cu_seqlens is not None
-            no_starts = raw is None or x.starts is None
+            of_call = sizes | {"packed": x.cu_seqlens is not None}
             of_chunk = {name: sizes[name] for name in ("K", "V", "T")}
             of_chunk |= {"same_heads": x.q.shape[2] == HV, "dtype": str(x.q.dtype)}
-            of_chunk |= {"plain": operator == "kda" and no_starts}
-            any_raw = raw is not None and any(dataclasses.astuple(raw))
-            of_call = sizes | {"packed": packed}
-            config, passed_over = _kernel_config(device, interpret, asked, of_call, of_chunk, any_raw)
+
+            def choose(raw, starts):
+                plain, any_raw = operator == "kda" and not starts, raw is not None and any(dataclasses.astuple(raw))
+                return _kernel_config(device, interpret, asked, of_call, of_chunk | {"plain": plain}, any_raw)
+
+            config, passed_over = choose(raw, x.starts is not None)
+            if x.starts is not None:
+                # Hopper's kernels of a chunk know no starts: for them they are gates that forget everything.
+                computed, without_starts = choose(None, False)
+                if computed.gradients == "mosaic":
+                    raw, config, passed_over = None, computed, without_starts
             on_mosaic = config != config.on_triton()
             return plan("pallas_mosaic" if on_mosaic else "pallas_triton", config, passed_over, raw=raw)
         except NotImplementedError as reason:
@@ -368,8 +366,6 @@ def _kernel_config(
     of_serial = {name: sizes[name] for name in ("K", "V", "T", "precision")}
     try:
         require_hopper(device, interpret, asked)
-        if sizes["packed"]:
-            require_proven("packed_hopper", interpret)
         serial_refusal = kernels.hopper_refusal(**of_serial)
         if asked == "pallas_mosaic" and serial_refusal is not None:
             raise NotImplementedError(serial_refusal)

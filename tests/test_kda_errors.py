@@ -600,49 +600,31 @@ class DispatchTest(parameterized.TestCase):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)
         with (
-            unittest.mock.patch.dict(dispatch.UNPROVEN, {"raw": "raw gates"}, clear=True),
+            unittest.mock.patch.dict(dispatch.UNPROVEN, {"raw_matrices": "these"}, clear=True),
             unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
         ):
-            # Raw inputs need no kernel of their own: they are computed before the call, whose kernels are for others.
             (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, use_qk_l2norm_in_kernel=True))
-            self.assertEqual((found.implementation, found.config.gradients), ("pallas_mosaic", "mosaic"))
+            self.assertEqual((found.config.prepare, found.config.gradients), ("triton", "mosaic"))
+            self.assertIn("these were not held to the oracle on a GPU", dict(found.passed_over)["pallas_mosaic"])
+            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs))
+            self.assertEqual((found.config.prepare, found.passed_over), ("mosaic", ()))
 
-    def test_packed_sequences_go_elsewhere_until_a_gpu_has_shown_them_to_be_right(self):
+    @parameterized.named_parameters(
+        ("starts", "kda", {}, "mosaic"),
+        ("raw_too", "kda", {"use_qk_l2norm_in_kernel": True}, "mosaic"),
+        ("the_general_rule", "gdn2", {}, "triton"),
+    )
+    def test_segments_are_gates_where_hopper_kernels_serve_the_rest(self, operator, options, gradients):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
-        p = helpers.problem("kda", dataclasses.replace(SHAPE, B=1))
-        cu_seqlens, ids = np.array([0, 3, 8]), np.array([[0, 0, 0, 1, 1, 1, 1, 1]])
+        p = helpers.problem(operator, helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)
+        ids = np.arange(64)[None] // 24
         with (
-            unittest.mock.patch.dict(dispatch.UNPROVEN, {"packed": "packed sequences"}, clear=True),
+            unittest.mock.patch.dict(dispatch.UNPROVEN, clear=True),
             unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
         ):
-            with self.assertWarnsRegex(RuntimeWarning, "'xla', not 'pallas_triton': packed sequences were not held"):
-                (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, cu_seqlens=cu_seqlens))
-            self.assertEqual(found.implementation, "xla")
-            with self.assertRaisesRegex(NotImplementedError, "packed sequences were not held"):
-                dormouse_jax.kda(**p.inputs, cu_seqlens=cu_seqlens, implementation="pallas")
-            # Segments need no kernel of their own: their starts are gates that forget everything.
-            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, segment_ids=ids))
-            self.assertEqual(found.implementation, "pallas_triton")
-
-    @parameterized.parameters(({"cu_seqlens": np.array([0, 9, 64])},), ({},))
-    def test_hopper_kernels_get_packed_sequences_once_a_gpu_has_shown_that_to_be_right(self, options):
-        gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
-        # Of the smaller number of heads the gradients alone have Hopper kernels.
-        for heads, serial in ((16, "mosaic"), (2, "triton")):
-            p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=heads, HV=heads), dtype=jnp.bfloat16)
-            call = functools.partial(dormouse_jax.kda, **p.inputs, **options)
-            with (
-                unittest.mock.patch.dict(dispatch.UNPROVEN, {"packed_hopper": "Hopper kernels, packed"}, clear=True),
-                unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
-            ):
-                (found,) = dormouse_jax.explain(call)
-                if not options:
-                    self.assertEqual((found.config.serial, found.config.gradients), (serial, "mosaic"))
-                    continue
-                self.assertEqual(found.config, found.config.on_triton())
-                self.assertIn("Hopper kernels, packed were not held", dict(found.passed_over)["pallas_mosaic"])
-                with self.assertRaisesRegex(NotImplementedError, "Hopper kernels, packed were not held"):
-                    call(implementation="pallas_mosaic")
+            run = functools.partial(getattr(dormouse_jax, operator), **p.inputs, segment_ids=ids, **options)
+            (found,) = dormouse_jax.explain(run)
+        self.assertEqual((found.config.serial, found.config.gradients), ("mosaic", gradients))
 
     def test_a_reason_of_the_kernels_is_passed_on(self):
         with dormouse_jax.interpret_kernels():

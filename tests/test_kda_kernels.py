@@ -273,9 +273,9 @@ class ConfigurationTest(parameterized.TestCase):
         config = dataclasses.replace(config_for(precision, shape, 32), serial="mosaic")
         config = config if dtype == "float32" else dataclasses.replace(config, prepare="mosaic", gradients="mosaic")
         p = helpers.problem("kda", shape, dtype=jnp.dtype(dtype))
-        for _ in range(5 if helpers.on_gpu() else 1):
-            got = value_and_grads(p, precision, config, save=False)
-            helpers.assert_all_close(got, helpers.oracle(p), precision=precision)
+        run, want = program(p, precision, config, save=False), helpers.oracle(p)
+        for _ in range(20 if helpers.on_gpu() else 1):  # Whose copy comes last is chance.
+            helpers.assert_all_close(run(p), want, precision=precision)
 
     @parameterized.named_parameters(
         ("gate_and_norm", ("l2norm", "gate", "beta"), "bfloat16", 64, 16),
