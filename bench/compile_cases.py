@@ -321,7 +321,8 @@ def _bypasses(card: Card) -> Iterator[Case]:
         for n in (4, 64):
             arrays = {"x": (4096, 1280), "P": (1280 // n, n, n), "base": (1280, 1280)}
             yield _adapter_case("oft", f"n={n}", arrays, side="output", fast=fast and n == 4, **common)
-        largest = (128 if precision == "16bit" else 64) // (1 if card.block_shared >= 232448 else 2)
+        roomy = card.is_hopper or precision != "16bit" and card.block_shared >= 232448
+        largest = (128 if precision == "16bit" else 64) // (1 if roomy else 2)
         for a, b, c, d in dict.fromkeys(((32, 32, 32, 32), (largest,) * 4, (5, 3, 34, 29))):
             if max(a, b, c, d) <= largest:
                 arrays = {"x": (4096, b * d), "W1": (a, b), "W2": (c, d), "base": (a * c, b * d)}

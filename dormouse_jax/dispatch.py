@@ -70,6 +70,13 @@ class Device(NamedTuple):
         return self.platform == "gpu" and self.kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether it is a card with the instructions of our Mosaic GPU kernels."""
+        if self.compute_capability is not None:
+            return self.compute_capability == HOPPER
+        return self.kind.startswith(HOPPER_CARDS)
+
+    @property
     def block_shared(self) -> int:
         """Bytes of shared memory that a block can have at least, on an NVIDIA GPU that the kernels support."""
         if self.compute_capability is not None:
@@ -123,10 +130,7 @@ def require_hopper(device: Device, interpret: bool, asked: str | None) -> None:
     """Raises a NotImplementedError that says why where the Mosaic GPU kernels cannot run."""
     if interpret and asked != "pallas_mosaic":
         raise NotImplementedError("interpret mode runs Hopper kernels only where they are asked for by name")
-    hopper = device.compute_capability == HOPPER or (
-        device.compute_capability is None and device.kind.startswith(HOPPER_CARDS)
-    )
-    if not (interpret or hopper):
+    if not (interpret or device.is_hopper):
         raise NotImplementedError(f"Hopper kernels need compute capability {HOPPER}, and this is {device.kind}")
 
 

@@ -90,8 +90,8 @@ def bypass(
         it). Sums are float32 always.
       implementation: "pallas" (the best kernels for the device), "pallas_triton" or "xla", plain JAX. None takes
         "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla"
-        elsewhere. Kernels take factors of sizes up to 128, half of that for float32 operands, and half on cards with
-        less shared memory than Hopper's.
+        elsewhere. Kernels take factors of sizes up to 128 in 16 bit on Hopper cards and to 64 on others; of float32
+        operands up to 64 on data-centre cards from Hopper on, and to 32 on others.
 
     Returns:
       `[..., O]` in x's dtype. Differentiable in every array; gradients have its dtype. For the backward nothing but the
