@@ -10,22 +10,11 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 import torch_ref.decoder
-from dormouse_jax.models import Decoder, DecoderConfig
+from dormouse_jax.models import Decoder
 from dormouse_jax.training.step import DATA, TrainState, make_steps, optimizer
 from tests import helpers
+from tests.test_models import CONFIG
 
-# Both mixers, two groups, run twice; and a length that no chunk divides.
-CONFIG = DecoderConfig(
-    hidden_size=16,
-    num_layers=4,
-    num_heads=2,
-    head_dim=8,
-    intermediate_size=24,
-    attention_every=2,
-    loops=2,
-    vocab_size=11,
-    dtype="float32",
-)
 TRAINING = {"learning_rate": 1e-2, "warmup_steps": 2, "steps": 10, "weight_decay": 0.1, "clip_norm": 0.5}
 
 
