@@ -253,7 +253,9 @@ def _hopper_config(device: Device, interpret: bool, options: _Options, x: _Argum
     require_hopper(device, interpret, asked)
     Tq, Tk, D = x.q.shape[1], x.k.shape[1], x.q.shape[3]
     try:
-        return _kernels().choose_hopper(D=D, Tq=Tq, Tk=Tk, precision=options.precision, packed=x.spans is not None)
+        return _kernels().choose_hopper(
+            D=D, Tq=Tq, Tk=Tk, precision=options.precision, packed=x.spans is not None, cores=device.cores
+        )
     except ValueError as reason:
         raise NotImplementedError(str(reason)) from reason
 

@@ -8,6 +8,7 @@ import importlib.resources
 import json
 
 from pallas_kernels.backend_triton import PRECISIONS
+from pallas_kernels.gemm.config import DEFAULT_CORES
 
 MAX_DIM = 256
 _TMA_ROWS = 8  # tokens of the tiles that Hopper's tensor memory accelerator copies
@@ -41,16 +42,20 @@ class Tiles:
 @dataclasses.dataclass(frozen=True)
 class HopperTiles:
     """How a kernel for Hopper is cut, which has 128 rows of scores in a block: columns of a tile, keys where rows are
-    queries, and how many tiles are in shared memory or on their way there."""
+    queries, how many tiles are in shared memory or on their way there, and of the forward how many blocks there are,
+    each of which serves several tiles of queries: one a multiprocessor, or one a tile where it is None."""
 
     k: int
     stages: int = 2
+    blocks: int | None = None
 
     def __post_init__(self):
         if self.k not in (64, 128):
             raise ValueError(f"k must be 64 or 128, got {self.k}")
         if not 2 <= self.stages <= 8:
             raise ValueError(f"stages must lie between 2 and 8, got {self.stages}")
+        if self.blocks is not None and self.blocks < 1:
+            raise ValueError(f"blocks must be at least 1 or None, got {self.blocks}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +105,12 @@ _HOPPER = {
 }
 
 
-def choose_hopper(*, D: int, Tq: int, Tk: int, precision: str, packed: bool) -> AttentionConfig:
+def choose_hopper(
+    *, D: int, Tq: int, Tk: int, precision: str, packed: bool, cores: int | None = None
+) -> AttentionConfig:
     """The configuration of the kernels for Hopper.
+
+    cores: streaming multiprocessors of the device, None where it does not say.
 
     Raises:
       ValueError: they cannot serve such a call.
@@ -117,4 +126,6 @@ def choose_hopper(*, D: int, Tq: int, Tk: int, precision: str, packed: bool) -> 
         raise ValueError(
             f"the Hopper kernels copy tiles of {_TMA_ROWS} tokens, into which Tq={Tq} and Tk={Tk} cannot be cut"
         )
-    return _HOPPER[precision, D]
+    config = _HOPPER[precision, D]
+    forward = dataclasses.replace(config.forward, blocks=cores or DEFAULT_CORES)
+    return dataclasses.replace(config, forward=forward)

@@ -69,7 +69,7 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, numbers, a_full, full, empty, ca
     number_refs, out_refs = refs[4 * pieces : 4 * pieces + 2], refs[4 * pieces + 2 :]
     heads_of_columns = sizes.H if call.keys else sizes.HK
     walked = 2 * pieces * sizes.B * heads_of_columns * call.columns * sizes.D * b_tiles.dtype.itemsize
-    index, block = head_and_block(call.blocks, sizes.B * call.heads, walked)
+    index, block = head_and_block(bm.program(), call.blocks, sizes.B * call.heads, walked)
     if not call.keys:  # the longest rows first
         block = call.blocks - 1 - block
     batch, head = lax.div(index, call.heads), lax.rem(index, call.heads)
