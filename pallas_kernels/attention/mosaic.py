@@ -208,65 +208,75 @@ def _kernel(
         def finish(o, acc):
             return bm.read_from(o, acc, call.interpret) if pieces == 1 else bm.read(o) + acc
 
-        def advance(p, acc, n, at, following):
-            """The values of tile n, counted since the start, and the scores of tile `following` with the queries `at`.
-            The two warpgroups take turns at it."""
+        def products(o, s, p, acc, n, at, following):
+            """Starts the scores of tile `following` with the queries `at`, and the values of tile n, both counted since
+            the start. The two warpgroups take turns at it."""
             bm.wait(turn.at[me])
-
-            def products(o, s):
-                start(o, acc)
-                weigh(o, p, n)
-                score(s, at, following)
-                bm.arrive(turn.at[1 - me])
-                s = bm.read(s)
-                return finish(o, acc), s
-
-            found = bm.accumulators(products, acc.shape, (ROWS, tiles.k))
-            bm.arrive(v_empty.at[slot(n)])
-            return found
+            start(o, acc)
+            score(s, at, following)
+            weigh(o, p, n)
+            bm.arrive(turn.at[1 - me])
 
         def block(carry):
             i, index, following, done, s = carry
             after, more = work(i + 2), following >= 0
             batch, head, first, steps = place(index)
             row = first + me * ROWS
+            shapes = (ROWS, sizes.D), (ROWS, tiles.k)
 
-            def soften(n, s, acc, m, l, masked):
-                """exp of scores s, less the largest score so far, in pieces, and what they make of the sums."""
-                if masked:
-                    query, key = bm.indices((ROWS, tiles.k))
-                    key = key + n * tiles.k
-                    seen = key <= query + (row + ahead) if sizes.causal else key < sizes.Tk
-                    s = jnp.where(seen, s, -jnp.inf)
+            def mask(n, s):
+                query, key = bm.indices((ROWS, tiles.k))
+                key = key + n * tiles.k
+                seen = key <= query + (row + ahead) if sizes.causal else key < sizes.Tk
+                return jnp.where(seen, s, -jnp.inf)
+
+            def soften(s, m, l):
+                """exp of scores s, less the largest score so far, what they make of m and l, and what the sums so far
+                shrink by."""
                 to_base_2 = call.scale * LOG2_E
                 above = jnp.maximum(m, jnp.max(s, axis=1) * to_base_2)
                 p = jnp.exp2(s * to_base_2 - bm.spread_rows(above, (ROWS, tiles.k)))
                 shrink = jnp.exp2(m - above)
                 l = l * shrink + jnp.sum(p, axis=1)
-                acc = acc * bm.spread_rows(shrink, acc.shape)
-                return in_pieces(p, pieces, k_tiles.dtype), acc, above, l
+                return p, above, l, shrink
 
             def step(n, carry, masked=False):
-                s, acc, m, l = carry
-                p, acc, m, l = soften(n, s, acc, m, l, masked)
-                bm.wait(v_full.at[slot(done + n)])
-                bm.wait(k_full.at[slot(done + n + 1)])
-                acc, s = advance(p, acc, done + n, queries(i), done + n + 1)
-                bm.arrive(k_empty.at[slot(done + n + 1)])
-                return s, acc, m, l
+                p, acc, m, l = carry
+                at = done + n
+                bm.wait(k_full.at[slot(at)])
+                bm.wait(v_full.at[slot(at - 1)])
 
-            m, l = bm.column(ROWS, LEAST_SCORE), bm.column(ROWS, 0.0)
-            carry = s, bm.zeros((ROWS, sizes.D)), m, l
-            whole = steps - 1
-            if sizes.causal:  # tiles of which each query of this warpgroup sees all
-                whole = jnp.clip(lax.div(jnp.maximum(row + ahead + 1, 0), tiles.k), 0, whole)
-            carry = lax.fori_loop(0, whole, step, carry)
+                def body(o, s):
+                    products(o, s, p, acc, at - 1, queries(i), at)
+                    # The values' product runs on under the exponentials, but for pieces, which leave no registers.
+                    s = bm.settled(bm.read(s, running=1)) if pieces == 1 else bm.read(s)
+                    bm.arrive(k_empty.at[slot(at)])
+                    total = finish(o, acc) if pieces > 1 else None
+                    found = soften(mask(n, s) if masked else s, m, l)
+                    if pieces == 1:
+                        total = finish(o, acc)
+                    return *found, total
+
+                weights, above, sum_, shrink, total = bm.accumulators(body, *shapes)
+                bm.arrive(v_empty.at[slot(at - 1)])
+                # Registers of the operand are free for the next one only now.
+                weights = in_pieces(bm.settled(weights), pieces, k_tiles.dtype)
+                return weights, total * bm.spread_rows(shrink, total.shape), above, sum_
+
+            # Tiles of which each query of this warpgroup sees all.
+            whole = jnp.where(sizes.Tk % tiles.k == 0, steps, steps - 1)
             if sizes.causal:
-                carry = lax.fori_loop(whole, steps - 1, functools.partial(step, masked=True), carry)
-            s, acc, m, l = carry
+                whole = jnp.clip(lax.div(jnp.maximum(row + ahead + 1, 0), tiles.k), 0, whole)
+            if call.masked:
+                s = lax.cond(whole == 0, functools.partial(mask, 0), lambda s: s, s)
+            p, m, l, _ = soften(s, bm.column(ROWS, LEAST_SCORE), bm.column(ROWS, 0.0))
+            carry = in_pieces(p, pieces, k_tiles.dtype), bm.zeros(shapes[0]), m, l
+            carry = lax.fori_loop(1, whole, step, carry)
+            if call.masked:
+                carry = lax.fori_loop(jnp.maximum(whole, 1), steps, functools.partial(step, masked=True), carry)
+            p, acc, m, l = carry
             # All scores of this tile of queries are there: others can take its place.
             pl.when(after >= 0)(lambda: fetch(i + 2, after))
-            p, acc, m, l = soften(steps - 1, s, acc, m, l, call.masked)
             last = done + steps - 1
             bm.wait(v_full.at[slot(last)])
 
@@ -277,7 +287,14 @@ def _kernel(
 
             # Where there are no more the scores are those of this tile again, which nobody reads.
             to_come = more.astype(jnp.int32)
-            acc, s = advance(p, acc, last, queries(i + to_come), last + to_come)
+
+            def end(o, s):
+                products(o, s, p, acc, last, queries(i + to_come), last + to_come)
+                s = bm.read(s)
+                return finish(o, acc), s
+
+            acc, s = bm.accumulators(end, *shapes)
+            bm.arrive(v_empty.at[slot(last)])
             pl.when(more)(lambda: bm.arrive(k_empty.at[slot(last + 1)]))
             acc = acc * bm.spread_rows(jnp.where(l == 0.0, 0.0, 1.0 / l), acc.shape)
             bm.await_buffers(0)
