@@ -83,16 +83,21 @@ def in_pieces(x: jax.Array, pieces: int, dtype: Any) -> list[jax.Array]:
     return found
 
 
-def head_and_block(index: Any, blocks: int, heads: int, walked: int) -> tuple[Any, Any]:
-    """Of the index-th piece of work, which head it is of, and which of the blocks of that head.
+def head_and_block(index: Any, blocks: int, heads: int, walked: int, xp: Any = jnp) -> tuple[Any, Any]:
+    """Of the index-th piece of work, which head it is of, and which of the blocks of that head; with numpy or
+    jax.numpy.
 
-    walked: bytes of what the blocks of all heads walk over. Where these stay in the cache, the first block of every
-    head comes before the second of any, so that the shortest fill the card at the end; otherwise all blocks of a head
-    come together, which read the same.
+    walked: bytes of what the blocks of all heads walk over. The first block of every head comes before the second of
+    any, so that the shortest fill the card at the end, but by groups of heads for which these stay in the cache.
     """
-    if walked <= _CACHED:
-        return lax.rem(index, heads), lax.div(index, heads)
-    return lax.div(index, blocks), lax.rem(index, blocks)
+    div, rem = (lax.div, lax.rem) if xp is jnp else (np.floor_divide, np.remainder)
+    groups = -(-heads // max(heads * _CACHED // walked, 1))
+    each = -(-heads // groups)
+    missing = groups * each - heads  # in the first group: the last one evens out what programs have to do
+    group = div(index + missing * blocks, each * blocks)
+    first = xp.maximum(group * each - missing, 0)
+    here, rest = (group + 1) * each - missing - first, index - first * blocks
+    return first + rem(rest, here), div(rest, here)
 
 
 @functools.lru_cache(maxsize=64)
@@ -103,9 +108,8 @@ def _shares(call: _Call, programs: int) -> np.ndarray:
     Each tile goes to the program that has least to do so far.
     """
     heads = call.sizes.B * call.sizes.H
-    index = np.arange(heads * call.query_tiles)
-    of_head = index // heads if call.walked <= _CACHED else index % call.query_tiles
-    costs = 2 * call.steps(call.query_tiles - 1 - of_head, np) + 1  # the end of a tile takes about half a step
+    _, tiles = head_and_block(np.arange(heads * call.query_tiles), call.query_tiles, heads, call.walked, np)
+    costs = 2 * call.steps(call.query_tiles - 1 - tiles, np) + 1  # the end of a tile takes about half a step
     shares: list[list[int]] = [[] for _ in range(programs)]
     queue = [(0, program) for program in range(programs)]
     for i, cost in enumerate(costs.tolist()):
