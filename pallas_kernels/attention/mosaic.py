@@ -3,7 +3,8 @@
 One block runs on each multiprocessor and serves one tile of 128 queries of a head after another, 64 queries in each of
 two warpgroups, which walk over the keys that they see. A third warpgroup copies tiles of keys and values into a ring in
 shared memory, ahead of them, also across the end of a tile of queries. The two take turns: while one has the tensor
-cores, for the values of one tile and the scores of the next, be it of other queries, the other forms exponentials.
+cores, for the scores of one tile and the values of the one before, be it of other queries, the other forms
+exponentials; in 16 bit one forms its own as soon as the scores are there, while the product with values runs on.
 
 float32 inputs come as three bfloat16 pieces each, which add up to them exactly; six products of pieces are as exact as
 float32 arithmetic.
@@ -255,11 +256,9 @@ def _kernel(
                     # The values' product runs on under the exponentials, but for pieces, which leave no registers.
                     s = bm.settled(bm.read(s, running=1)) if pieces == 1 else bm.read(s)
                     bm.arrive(k_empty.at[slot(at)])
-                    total = finish(o, acc) if pieces > 1 else None
+                    total = finish(o, acc) if pieces > 1 else acc
                     found = soften(mask(n, s) if masked else s, m, l)
-                    if pieces == 1:
-                        total = finish(o, acc)
-                    return *found, total
+                    return *found, finish(o, acc) if pieces == 1 else total
 
                 weights, above, sum_, shrink, total = bm.accumulators(body, *shapes)
                 bm.arrive(v_empty.at[slot(at - 1)])
@@ -285,7 +284,7 @@ def _kernel(
             bm.wait(v_full.at[slot(last)])
 
             @pl.when(more)
-            def _():
+            def _await_others():
                 bm.wait(k_full.at[slot(last + 1)])
                 bm.wait(q_full.at[queries(i + 1)])
 
