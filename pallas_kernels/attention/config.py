@@ -99,7 +99,7 @@ def choose_config(device_kind: str, *, D: int, precision: str) -> AttentionConfi
 
 # Of the kernels for Hopper, by precision and head dim.
 _HOPPER = {
-    ("16bit", 64): AttentionConfig(HopperTiles(128, 3), HopperTiles(128, 2), HopperTiles(128, 3)),
+    ("16bit", 64): AttentionConfig(HopperTiles(128, 4), HopperTiles(128, 2), HopperTiles(128, 3)),
     ("16bit", 128): AttentionConfig(HopperTiles(128, 2), HopperTiles(64, 2), HopperTiles(64, 3)),
     ("fp32", 64): AttentionConfig(HopperTiles(64, 2), HopperTiles(64, 2), HopperTiles(64, 2)),
 }
