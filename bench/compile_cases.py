@@ -284,7 +284,7 @@ def _adapters() -> Iterator[Case]:
     for dtype, precision in PRECISIONS:
         for O, I, what in ((4096, 4096, ""), (1003, 515, "odd")):
             common: dict[str, Any] = {"dtype": dtype, "precision": precision, "what": what}
-            for rank in (16, 128) if not what else (20,):
+            for rank in (16, 64, 128) if not what else (20,):
                 pair = {"A": (rank, I), "B": (O, rank)}
                 pairs = {f"{name}{i}": shape for name, shape in pair.items() for i in (1, 2)}
                 fast = dtype == "bfloat16" and rank == 16

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 import dormouse_jax
 from dormouse_jax import dispatch
 from dormouse_jax.adapters import call as call_module
-from pallas_kernels.adapters import block_diagonal, kronecker, low_rank
+from pallas_kernels.adapters import block_diagonal, config, low_rank
 from tests import helpers
 from tests.adapter_problems import CASES, assert_right, call, ones, problem, value_and_grads
 from torch_ref.oracle_adapters import adapter_oracle
@@ -22,7 +22,7 @@ KERNELS = ("lora.rebuild", "loha.rebuild", "lokr.rebuild")
 def few_programs(number):
     """A context in which sums over a weight are split into about this many programs, so that each walks further."""
     stack = contextlib.ExitStack()
-    for module in (low_rank, kronecker, block_diagonal):
+    for module in (config, low_rank, block_diagonal):
         stack.enter_context(mock.patch.object(module, "PROGRAMS", number))
     jax.clear_caches()  # what was traced before has the programs that it had then
     return stack
@@ -55,6 +55,24 @@ class KernelsTest(parameterized.TestCase):
         sizes = {} if name.startswith("lokr") else {"O": 35, "I": 130}
         with few_programs(4):
             assert_right(name, *problem(name, **sizes), implementation="pallas_triton", **CASES[name])
+
+    @parameterized.named_parameters(
+        ("lora", "lora.rebuild", {"O": 70, "I": 140}),
+        ("lora_rank_40", "lora.rebuild", {"O": 35, "I": 270, "r": 40}),
+        ("loha", "loha.rebuild", {"O": 70, "I": 140}),
+        ("loha_rank_20", "loha.rebuild", {"O": 70, "I": 140, "r": 20}),
+        ("lokr", "lokr.rebuild", {"O": 70, "I": 140, "factors": (7, 4)}),
+        ("oft", "oft.rebuild", {"O": 80, "I": 140, "n": 16}),
+    )
+    def test_tiles_of_large_weights(self, name, sizes):
+        arrays, dout = problem(name, dtype="bfloat16", **sizes)
+        options = {"side": "output"} if name == "oft.rebuild" else CASES[name]
+        with mock.patch.object(config, "WIDE", 1):
+            assert_right(name, arrays, dout, implementation="pallas_triton", **options)
+
+    def test_lokr_of_many_tiles_of_W2(self):
+        arrays, dout = problem("lokr.rebuild", O=410, I=250, factors=(2, 1))
+        assert_right("lokr.rebuild", arrays, dout, implementation="pallas_triton", **CASES["lokr.rebuild"])
 
     @parameterized.parameters(
         ("float32", True, {"O": 35, "I": 66}), ("float32", False, {"O": 35, "I": 66}), ("bfloat16", False, {})

@@ -8,6 +8,7 @@ read, so that no array of the weight's size exists but the base, the result and 
 from pallas_kernels.adapters import block_diagonal, kronecker, low_rank, sums, tokens
 from pallas_kernels.adapters.config import (
     BypassConfig,
+    KroneckerTiles,
     LowRankTiles,
     Tiles,
     TokenTiles,
@@ -19,6 +20,7 @@ from pallas_kernels.adapters.config import (
 
 __all__ = [
     "BypassConfig",
+    "KroneckerTiles",
     "LowRankTiles",
     "Tiles",
     "TokenTiles",

@@ -16,6 +16,8 @@ MAX_ELEMENTS = 2**31 - 1  # the Triton backend counts elements in 32 bits
 # Programs that sums over a weight are split into: two a multiprocessor of the largest cards. More of them would write
 # more parts.
 PROGRAMS = 264
+# Elements of a weight from which on wide tiles still make programs enough.
+WIDE = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,28 @@ class LowRankTiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class KroneckerTiles:
+    """How a weight under a Kronecker product is cut and launched.
+
+    Attributes:
+      forward: the tiles of the weight.
+      backward: the tiles of W2.
+      at_once: blocks of the weight that a program of the backward reads before it works on the first.
+      programs: of the backward.
+    """
+
+    forward: Tiles
+    backward: Tiles
+    at_once: int
+    programs: int
+
+    def __post_init__(self):
+        for name in ("at_once", "programs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
 class BypassConfig:
     """How a layer under an update of low rank is computed on its tokens.
 
@@ -69,26 +93,22 @@ class TokenTiles:
 
     Attributes:
       W2_first: whether W2 meets the tokens before W1 does.
-      most_programs: that tokens are shared out to.
+      forward_programs, backward_programs: that tokens are shared out to at most. Those of the backward leave a part of
+        the gradients each.
       warps, stages: warps a program, and stages of its software pipeline.
     """
 
     W2_first: bool
-    most_programs: int = 2 * PROGRAMS
+    forward_programs: int
+    backward_programs: int
     warps: int = 4
     stages: int = 2
 
     def __post_init__(self):
-        if self.most_programs < 1:
-            raise ValueError(f"most_programs must be at least 1, got {self.most_programs}")
+        for name in ("forward_programs", "backward_programs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         _check_launch(self.warps, self.stages)
-
-    def steps(self, T: int) -> int:
-        """Tokens of a program."""
-        return -(-T // min(T, self.most_programs))
-
-    def programs(self, T: int) -> int:
-        return -(-T // self.steps(T))
 
 
 def _check_launch(warps: int, stages: int) -> None:
@@ -122,8 +142,23 @@ def choose_low_rank(
     largest = next(size for size, limit in ((64, 256), (32, 512), (16, math.inf)) if across <= limit)
     largest = min(largest, 32) if precision == "fp32" else largest
     forward = Tiles(_cut(O, largest), _cut(I, largest), warps=8 if precision == "fp32" and pairs == 2 else 4)
+    half = precision == "16bit"
+    if half and O * I >= WIDE:
+        if pairs == 1 and largest == 64:
+            forward = Tiles(_cut(O, 64), _cut(I, 128), warps=8 if R <= 32 else 4)
+        elif pairs == 2 and R <= 32:
+            forward = Tiles(_cut(O, 32), _cut(I, 128))
     # Wide strips leave few shares of dB; dA of one is held in registers, and of two products the products' tiles.
-    if precision == "16bit":
+    warps, stages = 8, 2
+    if half and block_shared >= LARGE_SHARED and R * pairs <= 128 and not dora and R <= 64:
+        # As timed on an H200. In a larger weight narrow strips leave too many shares of dB.
+        if pairs == 2:
+            rows, cols, warps, stages = (64, 128, 4, 2) if R == 16 else (64, 128, 8, 3)
+        elif R == 64:
+            rows, cols, stages = 32, 256, 3
+        else:
+            rows, cols, warps, stages = (32, 128, 4, 3) if O * I <= 4 * WIDE else (64, 256, 8, 2)
+    elif half:
         rows, cols = (64, 256 if pairs == 1 and not dora else 128) if R * pairs <= 64 else (32, 128)
         if block_shared < LARGE_SHARED and R * pairs >= 64:
             rows, cols = 32, 64 if R * pairs <= 128 else 32
@@ -131,17 +166,26 @@ def choose_low_rank(
         rows, cols = (32, 64) if R * pairs <= (64 if block_shared >= LARGE_SHARED else 32) else (16, 32)
         if R * pairs > 128:
             rows, cols = 16, 16
-    return LowRankTiles(forward, Tiles(_cut(O, rows), _cut(I, cols), warps=8))
+    return LowRankTiles(forward, Tiles(_cut(O, rows), _cut(I, cols), warps=warps, stages=stages))
 
 
-def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> Tiles:
+def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> KroneckerTiles:
     """The tiles of a weight that is the Kronecker product of matrices of these shapes, and of W2 in its backward.
 
     Raises:
       ValueError: the kernels do not serve it.
     """
-    _require_countable(W1[0] * W2[0], W1[1] * W2[1])
-    return Tiles(_cut(W2[0], 64), _cut(W2[1], 64))
+    O, I = W1[0] * W2[0], W1[1] * W2[1]
+    _require_countable(O, I)
+    backward = Tiles(_cut(W2[0], 64), _cut(W2[1], 64))
+    forward = backward if O * I < WIDE else Tiles(_cut(O, 64), _cut(I, 128))
+    # Few tiles of W2 want many blocks on their way to each program, many tiles many programs.
+    tiles_of_block = -(-W2[0] // backward.rows) * -(-W2[1] // backward.cols)
+    if tiles_of_block >= 16:
+        return KroneckerTiles(forward, backward, at_once=2, programs=2 * PROGRAMS)
+    if O * I >= WIDE:
+        return KroneckerTiles(forward, dataclasses.replace(backward, warps=8), at_once=8, programs=PROGRAMS // 2)
+    return KroneckerTiles(forward, backward, at_once=4, programs=PROGRAMS)
 
 
 def choose_tokens(
@@ -161,9 +205,13 @@ def choose_tokens(
         raise ValueError(f"the kernels take factors of sizes up to {largest}, and these are {a} x {b} and {c} x {d}")
     _require_countable(T, max(a * c, b * d))
     A, B, C, D = (padded_rank(size) for size in (a, b, c, d))
+    large = max(A, B, C, D) > (64 if precision == "16bit" else 32)
     return TokenTiles(
         W2_first=B * C * (D + A) <= A * D * (B + C),
-        warps=8 if max(A, B, C, D) > (64 if precision == "16bit" else 32) else 4,
+        forward_programs=2 * PROGRAMS,
+        backward_programs=PROGRAMS,
+        warps=8 if large else 4,
+        stages=3 if precision == "16bit" and block_shared >= LARGE_SHARED and not large else 2,
     )
 
 
@@ -179,7 +227,8 @@ def choose_block_diagonal(O: int, I: int, n: int, precision: str) -> Tiles:
         raise ValueError(f"the kernels take blocks of a power of two up to {MAX_BLOCK}, and these are of {n}")
     _require_countable(O, I)
     size = max(n, 32 if precision == "fp32" else 64)
-    return Tiles(size, 32 if precision == "fp32" else 64)
+    wide = precision == "16bit" and O * I >= WIDE // 4
+    return Tiles(size, 32 if precision == "fp32" else 128 if wide else 64)
 
 
 def padded_rank(rank: int) -> int:

@@ -15,11 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_triton as backend
-from pallas_kernels.adapters.config import PROGRAMS, Tiles
+from pallas_kernels.adapters.config import KroneckerTiles
 from pallas_kernels.adapters.sums import add_parts
 
 NAME = "adapter_kronecker"
-_AT_ONCE = 4  # blocks that a program of the backward reads before it works on the first
 
 
 def forward(
@@ -29,25 +28,25 @@ def forward(
     *,
     scale: float,
     out_dtype: jnp.dtype,
-    tiles: Tiles,
+    tiles: KroneckerTiles,
     interpret: bool,
 ) -> jax.Array:
     """base + scale W1 (x) W2 [a c, b d] in out_dtype; W1 [a, b], W2 [c, d] and base, or None, of any float dtypes."""
     O, I = W1.shape[0] * W2.shape[0], W1.shape[1] * W2.shape[1]
-    inputs = [W1, W2] + ([] if base is None else [base])
+    inputs, cut = [W1, W2] + ([] if base is None else [base]), tiles.forward
     (out,) = backend.launch(
         _forward_kernel,
         f"{NAME}_forward",
-        (-(-I // tiles.cols), -(-O // tiles.rows)),
+        (-(-I // cut.cols), -(-O // cut.rows)),
         [(x, _whole(x)) for x in inputs],
         [(jax.ShapeDtypeStruct((O, I), out_dtype), pl.BlockSpec((O, I), lambda j, i: (0, 0)))],
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
         interpret=interpret,
         block=W2.shape,
         sizes=(O, I),
         scale=scale,
-        tiles=tiles,
+        tiles=cut,
     )
     return out
 
@@ -59,15 +58,15 @@ def backward(
     *,
     scale: float,
     dtypes: tuple[jnp.dtype, jnp.dtype],
-    tiles: Tiles,
+    tiles: KroneckerTiles,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """(dW1 [a, b], dW2 [c, d]) in these dtypes. Arguments as in `forward`; G [a c, b d], any float dtype."""
-    (a, b), (c, d) = W1.shape, W2.shape
-    tiles_of_block = -(-c // tiles.rows) * -(-d // tiles.cols)
-    at_once = min(_AT_ONCE, a * b)
+    (a, b), (c, d), cut = W1.shape, W2.shape, tiles.backward
+    tiles_of_block = -(-c // cut.rows) * -(-d // cut.cols)
+    at_once = min(tiles.at_once, a * b)
     groups = -(-a * b // at_once)
-    steps = -(-groups // max(1, min(groups, PROGRAMS // tiles_of_block)))
+    steps = -(-groups // max(1, min(groups, tiles.programs // tiles_of_block)))
     parts = -(-groups // steps)
     shares, sums = backend.launch(
         _backward_kernel,
@@ -81,13 +80,13 @@ def backward(
             ),
             (jax.ShapeDtypeStruct((parts, c, d), jnp.float32), pl.BlockSpec((None, c, d), lambda t, p: (p, 0, 0))),
         ],
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
         interpret=interpret,
         shapes=((a, b), (c, d)),
         steps=steps,
         at_once=at_once,
-        tiles=tiles,
+        tiles=cut,
     )
     dW1, dW2 = add_parts([shares, sums], [scale] * 2, dtypes, interpret=interpret)
     return dW1.reshape(a, b), dW2

@@ -36,6 +36,7 @@ def forward(
     interpret: bool,
     factor: jax.Array | None = None,
     bias: jax.Array | None = None,
+    transposed: bool = False,
 ) -> jax.Array:
     """base + scale P + bias [O, I] in out_dtype.
 
@@ -45,8 +46,9 @@ def forward(
       precision: "fp32", "tf32" or "16bit".
       factor: [O] float32, by which the rows of the sum are multiplied, or None.
       bias: [I], any float dtype, or None.
+      transposed: whether A is given as A^T [I, r].
     """
-    (O, rank), I, cut = pairs[0][1].shape, pairs[0][0].shape[1], tiles.forward
+    (O, rank), I, cut = pairs[0][1].shape, pairs[0][0].shape[0 if transposed else 1], tiles.forward
     inputs = [x for pair in pairs for x in pair] + ([] if base is None else [base])
     inputs += [] if factor is None else [factor.reshape(O, 1)]
     inputs += [] if bias is None else [bias.reshape(1, I)]
@@ -63,6 +65,7 @@ def forward(
         has_base=base is not None,
         has_factor=factor is not None,
         has_bias=bias is not None,
+        transposed=transposed,
         sizes=(O, I, rank),
         scale=scale,
         precision=precision,
@@ -119,8 +122,9 @@ def backward(
     factor: jax.Array | None = None,
     along: tuple[jax.Array, jax.Array] | None = None,
     scales: tuple[float, float] | None = None,
+    transposed: bool = False,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """(dA [r, I], dB [O, r]) of each pair, in the dtypes given for it.
+    """(dA [r, I], dB [O, r]) of each pair, in the dtypes given for it; dA as [I, r] where A is given transposed.
 
     Arguments as in `forward`, and
       G: [O, I], any float dtype.
@@ -128,15 +132,16 @@ def backward(
       along: (e [O] float32, base [O, I]) where V's part of the cotangent counts, which a factor has then too.
       scales: in place of s in dA and dB.
     """
-    (O, rank), I, cut = pairs[0][1].shape, pairs[0][0].shape[1], tiles.backward
+    (O, rank), I, cut = pairs[0][1].shape, pairs[0][0].shape[0 if transposed else 1], tiles.backward
     strips, row_tiles = -(-I // cut.cols), -(-O // cut.rows)
     inputs = [*(x for pair in pairs for x in pair), G]
     inputs += [] if factor is None else [factor.reshape(O, 1)]
     inputs += [] if along is None else [along[0].reshape(O, 1), along[1]]
     steps = -(-row_tiles // max(1, min(row_tiles, PROGRAMS // strips)))
     parts = -(-row_tiles // steps)
+    dA = (I, rank) if transposed else (rank, I)
     outs = [
-        (jax.ShapeDtypeStruct((parts, rank, I), jnp.float32), pl.BlockSpec((None, rank, I), lambda j, i: (i, 0, 0))),
+        (jax.ShapeDtypeStruct((parts, *dA), jnp.float32), pl.BlockSpec((None, *dA), lambda j, i: (i, 0, 0))),
         (jax.ShapeDtypeStruct((strips, O, rank), jnp.float32), pl.BlockSpec((None, O, rank), lambda j, i: (j, 0, 0))),
     ]
     found = backend.launch(
@@ -150,6 +155,7 @@ def backward(
         interpret=interpret,
         pairs=len(pairs),
         number=len(inputs),
+        transposed=transposed,
         sizes=(O, I, rank),
         scale=scale,
         steps=steps,
@@ -180,15 +186,17 @@ def _column(rows: tuple) -> tuple[tuple, tuple]:
     return rows, (0, 1, None)
 
 
-def _forward_kernel(*refs, pairs, has_base, has_factor, has_bias, sizes, scale, precision, tiles, interpret):
+def _forward_kernel(
+    *refs, pairs, has_base, has_factor, has_bias, transposed, sizes, scale, precision, tiles, interpret
+):
     dot = backend.Dot(precision, interpret)
     rows, cols, ranks = _spans(pl.program_id(1), pl.program_id(0), sizes, tiles)
     # First what takes longest to come.
     base = backend.load_tile(refs[2 * pairs], rows, cols) if has_base else None
     P = 1.0
     for i in range(pairs):
-        A, B = backend.load_tile(refs[2 * i], ranks, cols), backend.load_tile(refs[2 * i + 1], rows, ranks)
-        P = dot(B, A) * P
+        A = backend.load_tile(refs[2 * i], *((cols, ranks) if transposed else (ranks, cols)))
+        P = dot(backend.load_tile(refs[2 * i + 1], rows, ranks), A, (1, int(transposed))) * P
     out = scale * P
     if base is not None:
         out += base.astype(jnp.float32)
@@ -207,14 +215,17 @@ def _row_sums_kernel(A_ref, B_ref, base_ref, *refs, sizes, scale, precision, til
     backend.store_tile(refs[-1], *_column(rows), jnp.sum(G * V, axis=1, keepdims=True))
 
 
-def _backward_kernel(*refs, pairs, number, sizes, scale, steps, precision, tiles, interpret):
+def _backward_kernel(*refs, pairs, number, transposed, sizes, scale, steps, precision, tiles, interpret):
     dot = backend.Dot(precision, interpret)
     strip, part = pl.program_id(0), pl.program_id(1)
     G_ref, *of_rows = refs[2 * pairs : number]
     dA_refs, dB_refs = refs[number::2], refs[number + 1 :: 2]
     # The last part may have tiles outside of the weight: there all is zero.
     sticks_out = sizes[0] % (steps * tiles.rows) != 0
-    A = [backend.load_tile(refs[2 * i], *_spans(0, strip, sizes, tiles)[:0:-1]) for i in range(pairs)]
+    _, cols, ranks = _spans(0, strip, sizes, tiles)
+    of_A = (cols, ranks) if transposed else (ranks, cols)
+    A = [backend.load_tile(refs[2 * i], *of_A) for i in range(pairs)]
+    across = (1, 1 - int(transposed)), (1, int(transposed))  # what of A is contracted: columns for dB, ranks for P
 
     def step(k, totals):
         rows, cols, ranks = _spans(part * steps + k, strip, sizes, tiles, sticks_out)
@@ -224,19 +235,19 @@ def _backward_kernel(*refs, pairs, number, sizes, scale, steps, precision, tiles
             G = G.astype(jnp.float32) * backend.load_tile(of_rows[0], *_column(rows))
         if len(of_rows) == 3:
             base = backend.load_tile(of_rows[2], rows, cols).astype(jnp.float32)
-            G -= backend.load_tile(of_rows[1], *_column(rows)) * (base + scale * dot(B[0], A[0]))
+            G -= backend.load_tile(of_rows[1], *_column(rows)) * (base + scale * dot(B[0], A[0], across[1]))
         if pairs == 1:
             dP = [G]
         else:
             G = G.astype(jnp.float32)
-            dP = [G * dot(B[1], A[1]), G * dot(B[0], A[0])]
+            dP = [G * dot(B[1], A[1], across[1]), G * dot(B[0], A[0], across[1])]
         dP = [d.astype(A[0].dtype) for d in dP]
         for i in range(pairs):
-            backend.store_tile(dB_refs[i], rows, ranks, dot(dP[i], A[i], (1, 1)))
-        return tuple(total + dot(B[i], dP[i], (0, 0)) for i, total in enumerate(totals))
+            backend.store_tile(dB_refs[i], rows, ranks, dot(dP[i], A[i], across[0]))
+        found = ((dP[i], B[i]) if transposed else (B[i], dP[i]) for i in range(pairs))
+        return tuple(total + dot(*operands, (0, 0)) for total, operands in zip(totals, found, strict=True))
 
-    zeros = jnp.zeros((padded_rank(sizes[2]), tiles.cols), jnp.float32)
+    zeros = jnp.zeros([number for _, number, _ in of_A], jnp.float32)
     totals = jax.lax.fori_loop(0, steps, step, (zeros,) * pairs)
-    _, cols, ranks = _spans(0, strip, sizes, tiles)
     for out, total in zip(dA_refs, totals, strict=True):
-        backend.store_tile(out, ranks, cols, total)
+        backend.store_tile(out, *of_A, total)

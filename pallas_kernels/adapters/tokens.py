@@ -50,22 +50,24 @@ def forward(
     inputs = [x.reshape(T * b, d), W1, W2] + ([] if base is None else [base.reshape(T * a, c)])
     inputs += [] if bias is None else [bias.reshape(a, c)]
     out = jax.ShapeDtypeStruct((T * a, c), out_dtype)
+    steps = -(-T // min(T, tiles.forward_programs))
     (found,) = backend.launch(
         _forward_kernel,
         f"{NAME}_forward",
-        (tiles.programs(T),),
+        (-(-T // steps),),
         [(each, _whole(each)) for each in inputs],
         [(out, _whole(out))],
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         interpret=interpret,
         T=T,
+        steps=steps,
         sizes=(a, b, c, d),
         has_base=base is not None,
         has_bias=bias is not None,
         scale=scale,
         precision=precision,
-        tiles=tiles,
+        W2_first=tiles.W2_first,
     )
     return found.reshape(T, a * c)
 
@@ -88,7 +90,8 @@ def backward(
     (a, b), (c, d), T = W1.shape, W2.shape, x.shape[0]
     inputs = [x.reshape(T * b, d), W1, W2, g.reshape(T * a, c)]
     inputs += [] if base is None else [base.reshape(T * b, d)]
-    programs = tiles.programs(T)
+    steps = -(-T // min(T, tiles.backward_programs))
+    programs = -(-T // steps)
     outs = [jax.ShapeDtypeStruct((T * b, d), out_dtype)]
     outs += [jax.ShapeDtypeStruct((programs, *shape), jnp.float32) for shape in (W1.shape, W2.shape)]
     specs = [_whole(outs[0])] + [pl.BlockSpec((None, *o.shape[1:]), lambda i: (i, 0, 0)) for o in outs[1:]]
@@ -102,11 +105,12 @@ def backward(
         num_stages=tiles.stages,
         interpret=interpret,
         T=T,
+        steps=steps,
         sizes=(a, b, c, d),
         has_base=base is not None,
         scale=scale,
         precision=precision,
-        tiles=tiles,
+        W2_first=tiles.W2_first,
     )
     dW1, dW2 = add_parts(parts, [scale] * 2, dtypes, interpret=interpret)
     return dX.reshape(T, b * d), dW1, dW2
@@ -122,13 +126,15 @@ def _axis(size: int, first=0) -> tuple:
     return first, padded, None if padded == size else first + size
 
 
-def _tokens(T: int, tiles: TokenTiles) -> tuple[jax.Array, jax.Array]:
+def _tokens(T: int, steps: int) -> tuple[jax.Array, jax.Array]:
     """The first of a program's tokens, and the first of the next one's."""
-    first = pl.program_id(0) * tiles.steps(T)
-    return first, jnp.minimum(first + tiles.steps(T), T)
+    first = pl.program_id(0) * steps
+    return first, jnp.minimum(first + steps, T)
 
 
-def _forward_kernel(x_ref, W1_ref, W2_ref, *refs, T, sizes, has_base, has_bias, scale, precision, tiles, interpret):
+def _forward_kernel(
+    x_ref, W1_ref, W2_ref, *refs, T, steps, sizes, has_base, has_bias, scale, precision, W2_first, interpret
+):
     a, b, c, d = sizes
     dot = backend.Dot(precision, interpret)
     W1, W2 = backend.load_tile(W1_ref, _axis(a), _axis(b)), backend.load_tile(W2_ref, _axis(c), _axis(d))
@@ -137,7 +143,7 @@ def _forward_kernel(x_ref, W1_ref, W2_ref, *refs, T, sizes, has_base, has_bias, 
 
     def token(t, carry):
         X = backend.load_tile(x_ref, _axis(b, t * b), _axis(d)).astype(dtype)
-        if tiles.W2_first:
+        if W2_first:
             out = scale * dot(W1, dot(X, W2, (1, 1)).astype(dtype))
         else:
             out = scale * dot(dot(W1, X).astype(dtype), W2, (1, 1))
@@ -149,11 +155,13 @@ def _forward_kernel(x_ref, W1_ref, W2_ref, *refs, T, sizes, has_base, has_bias, 
         backend.store_tile(refs[-1], rows, _axis(c), out)
         return carry
 
-    first, last = _tokens(T, tiles)
+    first, last = _tokens(T, steps)
     lax.fori_loop(first, last, token, 0)
 
 
-def _backward_kernel(x_ref, W1_ref, W2_ref, g_ref, *refs, T, sizes, has_base, scale, precision, tiles, interpret):
+def _backward_kernel(
+    x_ref, W1_ref, W2_ref, g_ref, *refs, T, steps, sizes, has_base, scale, precision, W2_first, interpret
+):
     a, b, c, d = sizes
     dot = backend.Dot(precision, interpret)
     W1, W2 = backend.load_tile(W1_ref, _axis(a), _axis(b)), backend.load_tile(W2_ref, _axis(c), _axis(d))
@@ -165,7 +173,7 @@ def _backward_kernel(x_ref, W1_ref, W2_ref, g_ref, *refs, T, sizes, has_base, sc
         rows = _axis(b, t * b)
         X = backend.load_tile(x_ref, rows, _axis(d)).astype(dtype)
         G = backend.load_tile(g_ref, _axis(a, t * a), _axis(c)).astype(dtype)
-        if tiles.W2_first:
+        if W2_first:
             H, Z = dot(W1, G, (0, 0)).astype(dtype), dot(X, W2, (1, 1)).astype(dtype)
             dX, dW1, dW2 = dot(H, W2), dW1 + dot(G, Z, (1, 1)), dW2 + dot(H, X, (0, 0))
         else:
@@ -178,7 +186,7 @@ def _backward_kernel(x_ref, W1_ref, W2_ref, g_ref, *refs, T, sizes, has_base, sc
         return dW1, dW2
 
     zeros = jnp.zeros(W1.shape, jnp.float32), jnp.zeros(W2.shape, jnp.float32)
-    first, last = _tokens(T, tiles)
+    first, last = _tokens(T, steps)
     dW1, dW2 = lax.fori_loop(first, last, token, zeros)
     backend.store_tile(dW1_ref, _axis(a), _axis(b), dW1)
     backend.store_tile(dW2_ref, _axis(c), _axis(d), dW2)

@@ -78,7 +78,7 @@ def bypass(
         return sum_of_products(tokens, base, (h, B), x["bias"], transpose_b=True, **options), h
     u = None if x["base"] is None else product.round(product("ti,oi->to", tokens, x["base"]))
     common = _common(product, tiles, interpret)
-    return kernels.forward([(B.T, h)], u, bias=x["bias"], out_dtype=out_dtype, **common), h
+    return kernels.forward([(B, h)], u, bias=x["bias"], out_dtype=out_dtype, transposed=True, **common), h
 
 
 def bypass_backward(
@@ -86,10 +86,10 @@ def bypass_backward(
 ) -> dict[str, jax.Array]:
     A, B, h, g, base = product.round(x["A"]), product.round(x["B"]), kept, product.round(dout), x["base"]
     common, dtype = _common(product, tiles, interpret), jnp.dtype(product.dtype)
-    # One read of g for h^T g, dB transposed, and p = s g B; h has s already.
+    # One read of g for dB = g^T h and p = s g B; h has s already.
     dtypes = [(x["B"].dtype, dtype)]
-    ((dB, p),) = kernels.backward([(B.T, h)], g, dtypes=dtypes, scales=(1.0, scale), **common)
-    grads = {"A": product("tr,ti->ri", p, x["x"]), "B": dB.T, "bias": jnp.sum(f32(dout), axis=0)}
+    ((dB, p),) = kernels.backward([(B, h)], g, dtypes=dtypes, scales=(1.0, scale), transposed=True, **common)
+    grads = {"A": product("tr,ti->ri", p, x["x"]), "B": dB, "bias": jnp.sum(f32(dout), axis=0)}
     if base is not None:
         grads["base"] = product("to,ti->oi", g, x["x"])  # not computed where nobody wants it
     if tiles.backward is not None and base is not None:
