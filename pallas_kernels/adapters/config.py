@@ -227,7 +227,7 @@ def choose_block_diagonal(O: int, I: int, n: int, precision: str) -> Tiles:
         raise ValueError(f"the kernels take blocks of a power of two up to {MAX_BLOCK}, and these are of {n}")
     _require_countable(O, I)
     size = max(n, 32 if precision == "fp32" else 64)
-    wide = precision == "16bit" and O * I >= WIDE // 4
+    wide = precision == "16bit" and n < 64 and O * I >= WIDE // 4  # of blocks of 64 smaller cards spill them
     return Tiles(size, 32 if precision == "fp32" else 128 if wide else 64)
 
 
