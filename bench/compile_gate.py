@@ -1,16 +1,19 @@
 """Compiles every kernel for cards that need not be there, and fails where one does not fit or spills more than it did.
 
-    python -m bench.compile_gate [--card=h200,rtx4090] [--match=kda] [--fast] [--record] [--docs]
+    python -m bench.compile_gate [--card=h200,rtx4090] [--match=kda] [--fast] [--anew] [--record] [--docs]
     python -m bench.compile_gate --card=rtx4090 --match='kda raw' --try='{"v_tile": 32, "grads_warps": 8}'
 
 For each card, every kernel in every configuration that the dispatch can choose there is compiled to machine code, by
 the version of JAX and the ptxas that the extra `gate` of pyproject.toml names. They are installed into .gate, where
 they shadow those of the environment for the gate only. No GPU is needed, nor a driver.
 
+A program that compile_gate.json has is not compiled again, the numbers there are judged: every kernel is lowered, and
+known by a hash of what compilers would be given, of their versions and of the card. --anew compiles all of them.
+
 It fails on whatever the compiler refuses, shared memory over the card's limit included; on a call that finds no kernel
 where it did; and on more spilled bytes than compile_gate.json has for that kernel, by a tenth or 64. What it does not
-have yet is named. --record writes that file, --docs the table of docs/cards.md from it. --try replaces fields of
-every configuration: what would it cost, on each card?
+have yet is named. --record brings that file up to date, --docs the table of docs/cards.md from it. --try replaces
+fields of every configuration: what would it cost, on each card?
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ DOCS = cli.ROOT / "docs" / "cards.md"
 TOOLS = cli.ROOT / ".gate"
 BEGIN, END = "<!-- cards:begin -->", "<!-- cards:end -->"
 WORKER = [sys.executable, "-m", "bench.compile_worker"]
+_OPTIONS = ("JAX_", "XLA_", "TF_", "MOSAIC_", "TRITON_", "CUDA_", "LIBNVPTXCOMPILER_")
 _ATTEMPTS = 20  # processes that may end before the gate gives up on what they compile
 
 
@@ -81,9 +85,9 @@ def install() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that compiles: the tools come first, and compilers say what they do."""
+    """Of a process that compiles: the tools come first, compilers say what they do, and they are given no options."""
     path = [str(TOOLS), str(cli.ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return os.environ | {
+    return {name: text for name, text in os.environ.items() if not name.startswith(_OPTIONS)} | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PATH": f"{TOOLS / 'nvidia' / 'cuda_nvcc' / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "JAX_PLATFORMS": "cpu",
@@ -96,11 +100,20 @@ def environment() -> dict[str, str]:
 # Compiling
 
 
-def compile_cases(card: str, titles: Sequence[str], change: Mapping[str, Any], stopped: threading.Event) -> Found:
-    """Compiles cases for a card, in a process that is started anew where a compiler ends it."""
+def compile_cases(
+    card: str,
+    titles: Sequence[str],
+    stopped: threading.Event,
+    change: Mapping[str, Any] | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Found:
+    """Compiles cases for a card, in a process that is started anew where a compiler ends it. `change` has fields to
+    replace in configurations; programs that are `known`, from `compile_record.programs`, are not compiled."""
     found: Found = {title: {} for title in titles}
+    left = list(titles)
+    order = {"card": card, "tools": pins(), "change": dict(change or {}), "known": dict(known or {})}
     for _ in range(_ATTEMPTS):
-        done = [(title, kernel) for title, kernels in found.items() for kernel in kernels if kernel]
+        done = [(title, kernel) for title in left for kernel in found[title] if kernel]
         process = subprocess.Popen(
             WORKER,
             env=environment(),
@@ -121,7 +134,7 @@ def compile_cases(card: str, titles: Sequence[str], change: Mapping[str, Any], s
 
         drain = threading.Thread(target=read)
         drain.start()
-        json.dump({"card": card, "titles": list(titles), "done": done, "change": dict(change)}, process.stdin)
+        json.dump(order | {"titles": left, "done": done}, process.stdin)
         process.stdin.close()
         begun = None
         for text in process.stdout:
@@ -129,6 +142,8 @@ def compile_cases(card: str, titles: Sequence[str], change: Mapping[str, Any], s
             title = line.pop("title")
             if "begin" in line:
                 begun = title, line["begin"]
+            elif "done" in line:
+                left.remove(title)
             elif "none" in line:
                 found[title] = {"": line}
             else:
@@ -148,45 +163,48 @@ def compile_cases(card: str, titles: Sequence[str], change: Mapping[str, Any], s
     raise RuntimeError(f"{card}: compilers ended {_ATTEMPTS} processes")
 
 
-def compile_all(plan: Mapping[str, Sequence[Any]], change: Mapping[str, Any], jobs: int) -> dict[str, Found]:
+def compile_all(
+    plan: Mapping[str, Sequence[Any]], change: Mapping[str, Any], jobs: int, recorded: Mapping[str, Found]
+) -> dict[str, Found]:
     """Compiles every card's cases, so many processes at a time; results in the order of the plan."""
     stopped = threading.Event()
     found: dict[str, Found] = {card: {case.title: {} for case in cases} for card, cases in plan.items()}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         running = {}
         # KDA, which takes longest, comes first for all cards: at the end it would leave cores without work.
-        tasks: dict[tuple[bool, str, str, str], list[str]] = {}
+        # Operators that share kernels are compiled by one process; there are few, since each takes seconds to start.
+        tasks: dict[tuple[bool, str], list[str]] = {}
         for card, case in ((card, case) for card, cases in plan.items() for case in cases):
-            # Operators that share kernels are compiled by one process.
-            group = "kda" if case.operator == "gdn2" else case.operator.split(".")[0]
-            tasks.setdefault((group != "kda", group, case.dtype, card), []).append(case.title)
-        for (*_, card), titles in sorted(tasks.items()):
-            running[pool.submit(compile_cases, card, titles, change, stopped)] = card
+            tasks.setdefault((case.operator not in ("kda", "gdn2"), card), []).append(case.title)
+        for (_, card), titles in sorted(tasks.items(), key=lambda task: (task[0][0], -len(task[1]))):
+            known = compile_record.programs(recorded.get(card, {}))
+            running[pool.submit(compile_cases, card, titles, stopped, change, known)] = card
         try:
             for future in concurrent.futures.as_completed(running):
                 found[running[future]] |= future.result()
-                print(f"{running[future]}: {len(future.result())} calls compiled", file=sys.stderr, flush=True)
+                print(f"{running[future]}: {len(future.result())} calls done", file=sys.stderr, flush=True)
         finally:
             stopped.set()
     return found
 
 
 def print_table(console: Console, card: Any, found: Found) -> None:
-    """Every kernel of a card once, the worst case of those that are alike in name and numbers."""
+    """Every kernel of a card once: the first call of those that are alike in name and numbers."""
     table = Table(
-        "call (the first of those that compile to the same)", "kernel", "registers", "spilled", "shared",
+        "call (the first of those that compile to the same)", "kernel", "registers", "spilled", "shared", "numbers",
         title=f"{card.kind}, {card.architecture}, {card.block_shared} bytes of shared memory a block",
     )  # fmt: skip
     shown = set()
     for title, kernels in found.items():
         for name, x in kernels.items():
             if "registers" not in x:
-                table.add_row(title, name or "-", (x.get("error") or x.get("none", ""))[:60], "", "")
+                table.add_row(title, name or "-", (x.get("error") or x.get("none", ""))[:60], "", "", "")
                 continue
             row = (title.split()[0], name.split("#")[0], *(x[key] for key in NUMBERS))
             if row not in shown:
                 shown.add(row)
-                table.add_row(title, name, str(x["registers"]), str(x["stores"] + x["loads"]), str(x["shared"]))
+                spilled, origin = x["stores"] + x["loads"], "recorded" if "recorded" in x else "compiled"
+                table.add_row(title, name, str(x["registers"]), str(spilled), str(x["shared"]), origin)
     console.print(table, markup=False)
 
 
@@ -236,7 +254,7 @@ def main(argv: Sequence[str]) -> int:
     cli.no_positional(argv)
     F = flags.FLAGS
     document = compile_record.load()
-    if F.docs or F.check_docs:
+    if F.check_docs or (F.docs and not F.record):
         write_docs(document, check=F.check_docs)
         return 0
     install()
@@ -245,8 +263,10 @@ def main(argv: Sequence[str]) -> int:
     change = _change(F["try"].value)
     if F.record and (change or F.fast):
         raise UsageError("--record: takes neither --try nor --fast")
-    if F.record and F.match and document["tools"] not in ([], pins()):
-        raise UsageError("--record: the record is of other tools, so all of it has to be recorded, without --match")
+    if F.record and (F.match or F.card) and document["tools"] not in ([], pins()):
+        raise UsageError(
+            "--record: the record is of other tools: all of it has to be recorded, without --match and --card"
+        )
     if not F.record and document["tools"] not in ([], pins()):
         raise UsageError(f"{RECORD} was recorded with {document['tools']}, this is {pins()}: run it with --record")
 
@@ -254,7 +274,7 @@ def main(argv: Sequence[str]) -> int:
     from bench.compile_target import CARDS
 
     plan = _plan(F.card or list(CARDS), F.match, F.fast)
-    found = compile_all(plan, change, F.jobs or os.cpu_count() or 1)
+    found = compile_all(plan, change, F.jobs or os.cpu_count() or 1, {} if F.anew else document["cards"])
     console = Console(width=170 if not sys.stdout.isatty() else None, highlight=False)
     for card, of_card in found.items():
         print_table(console, CARDS[card], of_card)
@@ -273,12 +293,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"NEW {line}")
     for line in lines:
         print(f"FAILED {line}")
-    calls = [kernels for of_card in found.values() for kernels in of_card.values()]
-    kernels = sum(map(len, calls))
-    print(f"compile gate: {kernels} kernels of {len(calls)} calls for {len(found)} cards, {len(lines)} failures")
     if F.record:
         compile_record.save(document)
         print(RECORD)
+        if F.docs:
+            write_docs(document, check=False)
+    elif not (F.anew or change) and compile_record.compiled(found):
+        print("for the next run to be quick, record what was compiled: ./run gate --record --docs")
+    print(compile_record.summary(found, len(lines)))
     return 1 if lines else 0
 
 
@@ -288,8 +310,9 @@ if __name__ == "__main__":
     flags.DEFINE_bool("fast", False, "Only the subset that every run of the tests compiles.")
     flags.DEFINE_integer("jobs", None, "Processes at a time; one a core by default.", lower_bound=1)
     flags.DEFINE_string("try", None, "A JSON object: fields to replace in every configuration that has them.")
-    flags.DEFINE_bool("record", False, "Write compile_gate.json from what is found.")
-    flags.DEFINE_bool("docs", False, "Write the table of docs/cards.md from compile_gate.json, and compile nothing.")
+    flags.DEFINE_bool("anew", False, "Compile what compile_gate.json has, too.")
+    flags.DEFINE_bool("record", False, "Bring compile_gate.json up to date with what is found.")
+    flags.DEFINE_bool("docs", False, "Write the table of docs/cards.md from compile_gate.json; alone, compile nothing.")
     flags.DEFINE_bool("check_docs", False, "Only say whether that table is up to date.")
     flags.DEFINE_bool("install", False, "Only install the tools.")
     cli.run(main)

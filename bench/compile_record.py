@@ -12,6 +12,7 @@ from bench.compile_target import CARDS
 
 RECORD = cli.ROOT / "bench" / "compile_gate.json"
 NUMBERS = ("registers", "stores", "loads", "shared")
+FIELDS = (*NUMBERS, "program")
 # Any edit moves a few registers: so much more may be spilled than is recorded.
 SLACK, SLACK_BYTES = 0.1, 64
 
@@ -43,6 +44,24 @@ def failures(found: Mapping[str, Found], recorded: Mapping[str, Found], limits: 
     return lines
 
 
+def compiled(found: Mapping[str, Found]) -> set[tuple[str, str]]:
+    """Cards and hashes of what was compiled, rather than taken from the record."""
+    kernels = [(card, x) for card, of_card in found.items() for ks in of_card.values() for x in ks.values()]
+    return {(card, x["program"]) for card, x in kernels if "program" in x and "recorded" not in x}
+
+
+def summary(found: Mapping[str, Found], failed: int) -> str:
+    """A line: how many kernels there are, how many of them were compiled, how many have failed."""
+    calls = [(card, ks) for card, of_card in found.items() for ks in of_card.values()]
+    launches = sum("none" not in x for _, ks in calls for x in ks.values())
+    programs = {(card, x["program"]) for card, ks in calls for x in ks.values() if "program" in x}
+    new = len(compiled(found))
+    return (
+        f"compile gate: {launches} kernels of {len(calls)} calls for {len(found)} cards are {len(programs)} programs: "
+        f"{new} compiled, {len(programs) - new} as recorded; {failed} failures"
+    )
+
+
 def unrecorded(found: Mapping[str, Found], recorded: Mapping[str, Found]) -> list[str]:
     """Kernels that spill and that the record does not know yet, a line each: nothing can be said against them."""
     return [
@@ -62,14 +81,25 @@ def load(path: pathlib.Path = RECORD) -> dict[str, Any]:
     for of_card in document["cards"].values():
         for title, kernels in of_card.items():
             of_card[title] = {
-                name: x if isinstance(x, dict) else dict(zip(NUMBERS, x, strict=True)) for name, x in kernels.items()
+                name: x if isinstance(x, dict) else dict(zip(FIELDS, x, strict=False)) for name, x in kernels.items()
             }
     return document
 
 
+def programs(recorded: Found) -> dict[str, dict[str, Any]]:
+    """The kernels of a card by the hash of what was compiled, marked as recorded; without any whose records differ."""
+    found: dict[str, dict[str, Any]] = {}
+    differing = set()
+    for kernels in recorded.values():
+        for x in kernels.values():
+            if "program" in x and found.setdefault(x["program"], x) != x:
+                differing.add(x["program"])
+    return {program: x | {"recorded": True} for program, x in found.items() if program not in differing}
+
+
 def save(document: Mapping[str, Any], path: pathlib.Path = RECORD) -> None:
-    """Writes the record, a call a line: registers, bytes spilled by stores and by loads, and shared memory of each
-    kernel that compiles."""
+    """Writes the record, a call a line: registers, bytes spilled by stores and by loads, shared memory and a hash of
+    what was compiled, of each kernel that compiles."""
     lines = [
         "{",
         f' "tools": {json.dumps(document["tools"])},',
@@ -82,7 +112,11 @@ def save(document: Mapping[str, Any], path: pathlib.Path = RECORD) -> None:
         rows = [
             f"   {json.dumps(title)}: "
             + json.dumps(
-                {name: [x[key] for key in NUMBERS] if name else x for name, x in kernels.items() if "error" not in x}
+                {
+                    name: [x[key] for key in FIELDS if key in x] if name else x
+                    for name, x in kernels.items()
+                    if "error" not in x
+                }
             )
             for title, kernels in of_card.items()
         ]

@@ -89,9 +89,14 @@ class Target:
         with jax.set_mesh(self._mesh), jax.default_device(self._device):
             yield
 
-    def compile(self, fn: Callable[..., Any], *arrays: Any) -> None:
-        """Compiles fn, of arrays with these shapes and dtypes, to machine code."""
+    def lower(self, fn: Callable[..., Any], *arrays: Any) -> Any:
+        """The `jax.stages.Lowered` of fn, of arrays with these shapes and dtypes."""
         sharding = jax.NamedSharding(self._mesh, jax.P())
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
         with self.in_use():
-            jax.jit(fn).lower(*avals).compile()
+            return jax.jit(fn).lower(*avals)
+
+    def compile(self, lowered: Any) -> None:
+        """Compiles it to machine code."""
+        with self.in_use():
+            lowered.compile()

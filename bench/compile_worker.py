@@ -1,13 +1,18 @@
 """Compiles the kernels of some cases for one card; started by `bench.compile_gate`, which writes what to do to stdin.
 
-On stdout, a line of JSON for every step: a kernel that is begun, what came of it, a case that launches none. A compiler
-may end this process; the line before says in which kernel.
+On stdout, a line of JSON for every step: a kernel that is begun, what came of it, a case that launches none, a case
+that is done. A compiler may end this process; the line before says in which kernel.
+
+Every kernel is lowered to the text that compilers are given. The numbers of one that was compiled before are known by
+a hash of that text, and repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -23,16 +28,19 @@ from unittest import mock
 
 import jax
 from jax.extend import core
+from jax.extend.mlir import ir
+from jaxlib.triton import dialect as triton
 
 import dormouse_jax
 from bench.compile_cases import Case, cases
-from bench.compile_target import CARDS, Target
+from bench.compile_target import CARDS, Card, Target
 from dormouse_jax import dispatch
 from pallas_kernels import gemm as gemm_kernels
 from pallas_kernels import kda as kda_kernels
 
 LAUNCHES = ("pallas_call", "mpmd_map")
-LIMIT_S = 300  # of one kernel
+LIMIT_S = 900  # of one kernel, on a machine that has other work too
+PROGRAM_DIGITS = 16  # hexadecimal, of a hash
 _PTXAS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
 _SHARED = re.compile(r"Shared memory usage: (\d+) B")
 
@@ -47,7 +55,10 @@ def main() -> None:
 
     card = CARDS[order["card"]]
     target, done = Target(card), {tuple(each) for each in order["done"]}
-    seen: dict[str, dict[str, Any]] = {}
+    toolchain = _toolchain(order["tools"], card)
+    known: dict[str, dict[str, Any]] = order["known"]
+    # With the equations, so that no address in a key is given to something else.
+    seen: dict[str, tuple[Any, dict[str, Any]]] = {}
     wanted = [case for case in cases(card) if case.title in set(order["titles"])]
     with _chosen(order["change"]):
         for case in wanted:
@@ -63,14 +74,19 @@ def main() -> None:
                 if key not in seen:
                     say(title=case.title, begin=name)
                     started = time.perf_counter()
-                    seen[key] = _compile(target, equation)
-                    print(f"{time.perf_counter() - started:6.1f} s {case.title}: {name}", file=sys.stderr, flush=True)
-                say(title=case.title, kernel=name, **seen[key])
+                    result = _result(target, equation, toolchain, known)
+                    seen[key] = equation, result
+                    if "recorded" not in result:
+                        known |= {result["program"]: result} if "program" in result else {}
+                        seconds = time.perf_counter() - started
+                        print(f"{seconds:6.1f} s {case.title}: {name}", file=sys.stderr, flush=True)
+                say(title=case.title, kernel=name, **seen[key][1])
+            say(title=case.title, done=True)
 
 
 def _launched(case: Case, target: Target) -> tuple[dict[str, tuple[str, Any]], str]:
     """The equations that launch the kernels of a case, by name, the second of a name with #2; with a text that is the
-    same for the same kernel. And why there is none."""
+    same for the same kernel, in this process. And why there is none."""
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in case.arrays.items()}
 
     def call(arrays):
@@ -109,26 +125,86 @@ def _identity(equation: Any) -> str:
     """A text that is the same for launches of the same program, be the grid what it may."""
     params = equation.params
     if equation.primitive.name != "pallas_call":
-        text = str(equation)
-    else:
-        blocks = [(x.block_shape, x.index_map_jaxpr) for x in params["grid_mapping"].block_mappings]
-        dtypes = [variable.aval.dtype for variable in (*equation.invars, *equation.outvars)]
-        text = f"{params['jaxpr']} {params['compiler_params']} {params['input_output_aliases']} {blocks} {dtypes}"
-    return re.sub(r"0x[0-9a-f]+", "", text)
+        return str(equation)
+    blocks = [(x.block_shape, x.index_map_jaxpr) for x in params["grid_mapping"].block_mappings]
+    dtypes = [variable.aval.dtype for variable in (*equation.invars, *equation.outvars)]
+    return f"{params['jaxpr']} {params['compiler_params']} {params['input_output_aliases']} {blocks} {dtypes}"
 
 
-def _compile(target: Target, equation: Any) -> dict[str, Any]:
-    """What ptxas says of the kernel that an equation launches, or what the compiler has against it."""
+def _toolchain(tools: list[str], card: Card) -> str:
+    """What decides the machine code of a kernel, its text apart: the compilers' versions and the card's description."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in (tool.split("==")[0] for tool in tools)]
+    return "\n".join([*versions, card.description()])
 
+
+def _program(lowered: Any, toolchain: str) -> str:
+    """A hash of all that compilers are given: the same in every process and on every machine, whatever the files are
+    called, on whatever lines the code stands, and be the grid what it may (it is an argument of Triton's kernels)."""
+    said, module = [toolchain], lowered.compiler_ir()
+    context = module.context
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            attributes = {name: operation.attributes[name] for name in operation.attributes}
+            config = {each.name: each.attr for each in attributes.pop("mhlo.backend_config")}
+            # That hash is of the text with the names of files in it.
+            config = {
+                name: x for name, x in config.items() if name not in ("grid_x", "grid_y", "grid_z", "kernel_hash")
+            }
+            types = [str(x.type.element_type) for x in (*operation.operands, *operation.results)]
+            said.append(f"{types} {sorted((name, str(x)) for name, x in attributes.items())}")
+            said.extend(f"{name} {_text(x, context)}" for name, x in sorted(config.items()))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    if len(said) == 1:
+        raise ValueError("no kernel is launched")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:PROGRAM_DIGITS]
+
+
+def programs(case: Case, tools: list[str], card: str) -> dict[str, str]:
+    """The hashes of a case's kernels, by name."""
+    target, toolchain = Target(CARDS[card]), _toolchain(tools, CARDS[card])
+    with _chosen({}):
+        kernels, _ = _launched(case, target)
+        return {name: _program(_lowered(target, equation), toolchain) for name, (_, equation) in kernels.items()}
+
+
+def _text(attribute: Any, context: Any) -> str:
+    """An attribute as text; a kernel in MLIR's bytecode without its locations."""
+    code = getattr(attribute, "value_bytes", b"")
+    if not code.startswith(b"ML\xefR"):
+        return str(attribute)
+    triton.register_dialect(context)
+    before = context.allow_unregistered_dialects
+    context.allow_unregistered_dialects = True  # Mosaic GPU's bytecode is of a dialect that only XLA has
+    try:
+        return str(
+            ir.Module.parse(code, context).operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
+        )
+    finally:
+        context.allow_unregistered_dialects = before
+
+
+def _lowered(target: Target, equation: Any) -> Any:
     def launch(*arrays):
         return equation.primitive.bind(*arrays, **equation.params)
 
+    return target.lower(launch, *(variable.aval for variable in equation.invars))
+
+
+def _result(target: Target, equation: Any, toolchain: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What ptxas says of the kernel that an equation launches, or said when it was recorded, or what the compiler has
+    against it."""
     signal.alarm(LIMIT_S)  # ends the process
-    error = None
+    error, program = None, ""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with _output_to(log):
             try:
-                target.compile(launch, *(variable.aval for variable in equation.invars))
+                lowered = _lowered(target, equation)
+                program = _program(lowered, toolchain)
+                if program not in known:
+                    target.compile(lowered)
             except Exception as raised:  # whatever the compiler says is the result
                 error = f"{type(raised).__name__}: {str(raised).strip()}"
         log.seek(0)
@@ -136,12 +212,14 @@ def _compile(target: Target, equation: Any) -> dict[str, Any]:
     signal.alarm(0)
     if error is not None:
         return {"error": error[:600]}
+    if program in known:
+        return known[program]
     said, shared = _PTXAS.search(text), _SHARED.findall(text)
     if said is None:
         return {"error": f"ptxas did not say what the kernel takes: {text[-300:]}"}
     stores, loads, registers = map(int, said.groups())
     memory = max(map(int, shared)) if shared else _scratch_bytes(equation)
-    return {"registers": registers, "stores": stores, "loads": loads, "shared": memory}
+    return {"registers": registers, "stores": stores, "loads": loads, "shared": memory, "program": program}
 
 
 def _scratch_bytes(equation: Any) -> int:
