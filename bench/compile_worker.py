@@ -39,6 +39,7 @@ from pallas_kernels import gemm as gemm_kernels
 from pallas_kernels import kda as kda_kernels
 
 LAUNCHES = ("pallas_call", "mpmd_map")
+_DUMP = "mosaic_gpu.dump_basename"  # says how many kernels this process lowered before
 LIMIT_S = 900  # of one kernel, on a machine that has other work too
 PROGRAM_DIGITS = 16  # hexadecimal, of a hash
 _PTXAS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
@@ -179,9 +180,10 @@ def _text(attribute: Any, context: Any) -> str:
     before = context.allow_unregistered_dialects
     context.allow_unregistered_dialects = True  # Mosaic GPU's bytecode is of a dialect that only XLA has
     try:
-        return str(
-            ir.Module.parse(code, context).operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
-        )
+        kernel = ir.Module.parse(code, context).operation
+        if _DUMP in kernel.attributes:
+            del kernel.attributes[_DUMP]
+        return str(kernel.get_asm(enable_debug_info=False, print_generic_op_form=True))
     finally:
         context.allow_unregistered_dialects = before
 
