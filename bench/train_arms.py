@@ -174,7 +174,7 @@ class JaxTrainer(Trainer):
         mesh = jax.make_mesh((1,), (DATA,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
         self.placement = NamedSharding(mesh, P())
         self.transformation, _ = optimizer(**p["optimizer"])
-        model = nnx.eval_shape(lambda: Decoder(config, implementation=implementation, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: Decoder(config, **self.arm.options, rngs=nnx.Rngs(0)))
         graph, params = nnx.split(model, nnx.Param)
         state = TrainState(params, jax.eval_shape(self.transformation.init, params))
         ids = jax.ShapeDtypeStruct(self.ids.shape[1:], jnp.uint8)

@@ -8,7 +8,7 @@ whose kernels are not in the compiled step.
 
 Presets: report (12 heads of 64, batch 10 x 512, 4 iterations) and 340m on a GPU, cpu without one. Groups of arms: torch
 (eager, and torch.compile of the port and of the layers around it), fla (flash-linear-attention's operator, the layers
-around it eager and compiled), ours.
+around it eager and compiled), ours. pallas_unrolled is pallas with layers written out instead of scanned over.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ relative of the norm of the first step's gradients. Tolerances: \
 GROUPS = {
     "torch": ("torch_eager", "torch_compile"),
     "fla": ("fla", "fla_compile"),
-    "ours": ("pallas", "xla"),
+    "ours": ("pallas", "pallas_unrolled", "xla"),
 }
 
 
@@ -125,6 +125,7 @@ def arms(case: Case) -> dict[str, Arm]:
     precision = "fp32" if case.params["decoder"]["dtype"] == "float32" else "16bit"
     kinds: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
         ("pallas", "jax", {"implementation": "pallas"}, ("jax", "flax", "optax")),
+        ("pallas_unrolled", "jax", {"implementation": "pallas", "scan_layers": False}, ("jax", "flax", "optax")),
         ("xla", "jax", {"implementation": "xla"}, ("jax", "flax", "optax")),
         ("torch_eager", "torch", {"kda": "port"}, ("torch",)),
         ("torch_compile", "torch", {"kda": "port", "compile": True}, ("torch",)),
@@ -138,7 +139,7 @@ def arms(case: Case) -> dict[str, Arm]:
             "bench.train_arms:TRAINERS",
             options,
             requires=requires,
-            proof=("kda_",) if name == "pallas" else (),
+            proof=("kda_",) if name.startswith("pallas") else (),
             precision=precision,
             ours=framework == "jax",
             modes=("step",),

@@ -50,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--implementation", choices=IMPLEMENTATIONS, help="of the operators (default: the best for the device)")
     add("--residuals", choices=("recompute", "save"), default="recompute", help="what kda keeps for its backward")
     add("--remat", choices=("none", "dots", "full"), default="none", help="what layers compute again in their backward")
+    add(
+        "--scan-layers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one computation for all layers, or each written out: longer to compile, less to copy (default: one)",
+    )
     return parser
 
 
@@ -118,7 +124,9 @@ def main(argv: list[str] | None = None) -> None:
             out,
             checkpoint_every=args.checkpoint_every,
             resume=args.resume,
-            model_options={name: getattr(args, name) for name in ("implementation", "residuals", "remat")},
+            model_options={
+                name: getattr(args, name) for name in ("implementation", "residuals", "remat", "scan_layers")
+            },
         )
     except KeyboardInterrupt:
         print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)

@@ -98,7 +98,9 @@ class DecoderTest(parameterized.TestCase):
             self.assertGreater(float(jnp.abs(grad).max()), 0, name)
             helpers.assert_close(got[name], grad, rms=1e-4, name=name)
 
-    @parameterized.parameters({"remat": "dots"}, {"remat": "full", "residuals": "save"})
+    @parameterized.parameters(
+        {"remat": "dots"}, {"remat": "full", "residuals": "save"}, {"remat": "full", "scan_layers": False}
+    )
     def test_what_is_kept_for_the_backward_changes_no_result(self, **options):
         want, got = loss_and_grads(), loss_and_grads(**options)
         for name, x in got.items():

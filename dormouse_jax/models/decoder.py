@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +15,8 @@ from dormouse_jax.layers import CausalAttention, KimiDeltaAttention
 from dormouse_jax.layers.kimi_delta_attention import PROJECTIONS, recomputed
 from dormouse_jax.models.config import DecoderConfig
 
-# What is kept for the backward of a group of layers, other than its input.
-REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "none": lambda group: group,
-    "dots": lambda group: jax.checkpoint(
-        group, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False
-    ),
-    "full": lambda group: jax.checkpoint(group, prevent_cse=False),
-}
+# What is kept for the backward of a group of layers, other than its input: policies of `jax.checkpoint`.
+REMAT = {"none": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
 
 class DecoderCache(NamedTuple):
@@ -43,8 +36,9 @@ class Decoder(nnx.Module):
         x += mixer(RMSNorm(x));  x += SwiGLU(RMSNorm(x))    for every layer, and the whole stack `loops` times
         logits = W_h RMSNorm(x)
 
-    Layers repeat in groups: of one layer, or of attention_every layers whose last one has softmax attention. All groups
-    are one computation, scanned over their parameters, so that compiling takes as long as for one group.
+    Layers repeat in groups: of one layer, or of attention_every layers whose last one has softmax attention. With
+    scan_layers, all groups are one computation, scanned over their parameters: compiling takes as long as for one
+    group, and a step of training copies what the backward needs into arrays of all groups and out of them.
 
     Parameters, float32 all of them, by their path, where G is the number of groups, i a layer of a group, D hidden_size
     and F intermediate_size; products are x W:
@@ -61,6 +55,7 @@ class Decoder(nnx.Module):
       remat: what is kept of a group for the backward. "none": inputs and results of products, and what `kda` and
         `attention` keep; "dots": results of products with weights; "full": its input. With the last two, forwards of
         the operators run twice.
+      scan_layers: whether a call and `loss` scan over the groups, or all layers are written out one after the other.
       rngs: `nnx.Rngs` for the initial values.
 
     Raises:
@@ -74,10 +69,11 @@ class Decoder(nnx.Module):
         implementation: str | None = None,
         residuals: str = "recompute",
         remat: str = "none",
+        scan_layers: bool = True,
         rngs: nnx.Rngs,
     ):
         check.require_choice("Decoder", "remat", remat, tuple(REMAT))
-        self.config, self.remat = config, remat
+        self.config, self.remat, self.scan_layers = config, remat, scan_layers
         # A product with one-hot rows, and not a look-up, whose gradient a GPU sums by atomics, in any order.
         self.embed = _linear(config, config.vocab_size, config.hidden_size, 1.0, rngs)
 
@@ -94,13 +90,18 @@ class Decoder(nnx.Module):
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Logits `[B, T, vocab_size]` in float32 for the id after each of ids `[B, T]`, integers."""
         graph, weights = nnx.split(self.groups)
-        group = REMAT[self.remat](lambda x, weights: nnx.merge(graph, weights)(x))
+
+        def group(x, weights):
+            return nnx.merge(graph, weights)(x)
+
+        if self.remat != "none":  # In the body of a loop nothing is found to be computed twice.
+            group = jax.checkpoint(group, policy=REMAT[self.remat], prevent_cse=not self.scan_layers)
 
         def iteration(x, _):
-            x, _ = lax.scan(lambda x, weights: (group(x, weights), None), x, weights)
+            x, _ = lax.scan(lambda x, weights: (group(x, weights), None), x, weights, unroll=not self.scan_layers)
             return x, None
 
-        x, _ = lax.scan(iteration, self._embed(ids), None, length=self.config.loops)
+        x, _ = lax.scan(iteration, self._embed(ids), None, length=self.config.loops, unroll=not self.scan_layers)
         return self._logits(x)
 
     def loss(self, ids: jax.Array) -> jax.Array:
@@ -211,8 +212,8 @@ class _Group(nnx.Module):
 
 
 def _swiglu(gate_up):
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    size = gate_up.shape[-1] // 2
+    return jax.nn.silu(gate_up[..., :size]) * gate_up[..., size:]
 
 
 def _linear(config: DecoderConfig, rows: int, columns: int, stddev: float, rngs: nnx.Rngs) -> nnx.Linear:

@@ -102,7 +102,7 @@ def train(
       out: folder for checkpoints/, log.jsonl and loss.png.
       checkpoint_every: after how many steps a checkpoint is written, other than after the last.
       resume: whether to go on with the run that is in `out`.
-      model_options: options of `Decoder`: implementation, residuals, remat.
+      model_options: options of `Decoder`: implementation, residuals, remat, scan_layers.
       devices: over which batches are split; all by default.
       console: for progress.
 
