@@ -12,6 +12,7 @@ from absl.testing import absltest, parameterized
 
 from dormouse_jax import packing
 from pallas_kernels import kda as kernels
+from pallas_kernels.kda import mosaic_prepare
 from tests import helpers
 from tests.helpers import OPERATORS, Shape
 from torch_ref import kda as port
@@ -251,7 +252,7 @@ class ConfigurationTest(parameterized.TestCase):
         shape = dataclasses.replace(shape, HV=shape.H)
         config = config_for("16bit", shape, chunk_size)
         p = helpers.problem("kda", shape, dtype=jnp.bfloat16)
-        # Some rows of some blocks take the exact path.
+        # Some rows of some blocks are off the fast path.
         g = np.array(p.inputs["g"])
         g[:, 5] = -80.0
         g[:, 20:23] = -30.0
@@ -264,6 +265,59 @@ class ConfigurationTest(parameterized.TestCase):
                 config = dataclasses.replace(config, prepare=prepare, gradients="mosaic", serial=serial)
                 got = value_and_grads(p, "16bit", config, save=save)
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
+
+    @parameterized.parameters(*itertools.product((16, 32), (False, True) if helpers.on_gpu() else (False,)))
+    def test_slow_rows_in_the_matrices_for_hopper(self, chunk_size, wide):
+        """P and M with fast and slow rows in one block, blocks that have one kind alone, and channels of which few or
+        all are deep: right, the same however later rows are, and for fast rows the same whether or not slow ones are
+        looked for."""
+        T, K = 128, 128 if wide else 64
+        p = helpers.problem("kda", Shape(B=1, T=T, K=K, V=64, H=1, HV=1), dtype=jnp.bfloat16, decay=0.2)
+        q, k, v, g, beta = (np.array(x) for x in p.inputs.values())
+        beta = beta.astype(np.float32)
+        g[:, 5], g[:, 20:23], g[:, 31] = -80.0, -30.0, -np.inf
+        g[:, 48:80:3, :, 7] = -50.0
+        g[:, 80:96] *= 100.0
+        config = dataclasses.replace(config_for("16bit", Shape(T=T, K=K, V=64), chunk_size), prepare="mosaic")
+        options = {"scale": 1.0, "interpret": not helpers.on_gpu()}
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def matrices(always, *inputs):
+            of = dataclasses.replace(config, always_exact=always)
+            P, M, _ = mosaic_prepare.matrices(*inputs, config=of, **options)
+            return {"P": P, "M": M}
+
+        got = matrices(False, q, k, v, g, beta)
+        decayed = np.maximum(g.astype(np.float64), -127.0)
+        want = {"P": [], "M": []}
+        for start in range(0, T, chunk_size):
+            q_c, k_c, g_c, beta_c = (
+                x[0, start : start + chunk_size, 0].astype(np.float64) for x in (q, k, decayed, beta[..., None])
+            )
+            G = np.cumsum(g_c, axis=0)
+            decays = np.exp(np.minimum(G[:, None] - G[None], 0.0))
+            want["P"].append(np.tril(np.einsum("ic,jc,ijc->ij", q_c, k_c, decays)))
+            A = np.tril(np.einsum("ic,jc,ijc->ij", beta_c * k_c, k_c, decays), -1)
+            want["M"].append(np.linalg.inv(np.eye(chunk_size) + A))
+        for name, value in want.items():
+            helpers.assert_close(got[name][0], np.stack(value), rms=4e-3, name=name)
+        always = matrices(True, q, k, v, g, beta)
+        if helpers.on_gpu():
+            for name, value in got.items():
+                helpers.assert_close(always[name], np.asarray(value, np.float64), rms=1e-6, name=name)
+        else:
+            helpers.assert_same_bits(got, always)
+        # Later rows that become deep; and those that are no numbers, which may reach all of their chunk.
+        first = 103
+        for value, clean in ((-60.0, first), (np.nan, 96)):
+            changed = [np.array(x) for x in (q, k, v, g, beta)]
+            for x in changed[:2]:
+                x[:, first:] *= value
+            changed[3][:, first:] = value
+            found = matrices(False, *changed)
+            for name, x in found.items():
+                before, after = (np.asarray(y, np.float32)[0].reshape(T, chunk_size)[:clean] for y in (got[name], x))
+                np.testing.assert_array_equal(after, before, err_msg=f"{name} {value}")
 
     @parameterized.parameters("float32", "bfloat16")
     def test_the_kernels_for_hopper_leave_the_next_sequence_alone(self, dtype):

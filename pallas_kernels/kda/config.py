@@ -39,7 +39,8 @@ class KdaConfig:
       k_tile: key channels that one program of that kernel holds.
       segments: into how many parts a sequence may be split, so that few heads fill the card; each part then acts on
         the state as an affine map, found in parallel. 1: never.
-      always_exact: run the exact path of the diagonal blocks even where no row needs it. It changes no bit: for tests.
+      always_exact: run what the diagonal blocks have for rows off the fast path even where there are none. It changes
+        no bit: for tests.
     """
 
     chunk_size: int = 32

@@ -3,7 +3,8 @@
 A program holds 64 tokens, two chunks or four, and 64 key channels at a time. Tiles have tokens as rows, so that decayed
 queries and keys go into products straight from registers. Sums of log-decays over tokens are products of 0/1 matrices
 with two bfloat16 pieces of g. Of P and A only the blocks of 16 on and left of the diagonal are kept, as [64, 16]: a
-warp's rows are those of one block, which it inverts by itself, in float32.
+warp's rows are those of one block, which it inverts by itself, in float32. Rows off the fast path of `blocks` come from
+halves of blocks instead, without an exponential above 1 (`halve`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pallas_kernels.kda.blocks import FAST_LIMIT, MIN_LOG_DECAY
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.mosaic_packing import Span, keep_rows, own_rows
 from pallas_kernels.kda.mosaic_raw import Gate, gate_rows, strength
-from pallas_kernels.kda.mosaic_tiles import LOG2_E, ROWS, check_sizes
+from pallas_kernels.kda.mosaic_tiles import HALVES, LOG2_E, ROWS, across_middle, check_sizes, to_middle
 from pallas_kernels.kda.raw import NORM_EPSILON, NOTHING_RAW, Raw
 from pallas_kernels.kda.sizes import Packing, Sizes
 
@@ -32,14 +33,12 @@ PIECES = 3  # Of a factor where blocks are merged: 24 bits, as float32 has.
 
 
 def _token_masks() -> np.ndarray:
-    """[34, 64, 64]: which log-decays (columns) of its block of 16 a token (row) adds up: those up to it; after it;
-    for key j of the block, at 2 + 2 j, those after the key up to it, and at 3 + 2 j the key's own."""
+    """[6, 64, 64]: which log-decays (columns) of its block of 16 a token (row) adds up: those up to it; after it; and
+    those between it and the middle of its block of 16, 8, 4 and 2."""
     i, t = np.arange(ROWS)[:, None], np.arange(ROWS)[None, :]
-    block, of_key = i // BLOCK == t // BLOCK, t % BLOCK
-    masks = [t <= i, t > i]
-    for j in range(BLOCK):
-        masks += [(of_key > j) & (t <= i), of_key == j]
-    return np.stack([block & mask for mask in masks]).astype(float)
+    masks = [(i // BLOCK == t // BLOCK) & mask for mask in (t <= i, t > i)]
+    masks += [to_middle(i, t, n) for n in HALVES]
+    return np.stack(masks).astype(float)
 
 
 class _Products:
@@ -187,9 +186,37 @@ def _kda_matrices(
     def scaled(tile, factor):
         return (bm.load(tile).astype(f32) * factor).astype(op)
 
+    def of_own_block(x):
+        """[64, 64] against all keys as [64, 16] against those of a row's block."""
+        return functools.reduce(lambda y, i: jnp.where(block == i, x[:, _block(i)], y), range(1, 4), x[:, :BLOCK])
+
+    def halve(slow, again, diagonals):
+        """Adds the products of the slab in memory to the blocks on the diagonal, in slow rows: a pair of tokens in the
+        two halves of a block of 16, 8, 4 or 2 decays from the one to the middle and from there to the other."""
+
+        def itself(_, found):
+            own = jnp.sum(bm.load(q_tile).astype(f32) * bm.load(k_tile).astype(f32), axis=1)
+            return jnp.where((bm.spread_rows(slow, shape) > 0.5) & (col == within), bm.spread_rows(own, shape), found)
+
+        def halves(step, diagonals):
+            [between] = product.together(exponents(bm.load(token_masks.at[2 + step])))
+            decay = jnp.exp2(between)
+            near[...] = scaled(k_tile, decay)
+            bm.commit()
+            chosen = (bm.spread_rows(slow, shape) > 0.5) & across_middle(within, col, HALVES[0] - step)
+            found = []
+            for tile, diagonal in zip((q_tile, k_tile), diagonals, strict=True):
+                [own] = product.together([(operand("up", scaled(tile, decay)), bm.transpose(near))])
+                found.append(jnp.where(chosen, diagonal + of_own_block(own), diagonal))
+            bm.commit()  # Before the next keys.
+            return found
+
+        diagonals = lax.fori_loop(0, again * len(HALVES), halves, diagonals)
+        return [diagonals[0] + lax.fori_loop(0, again, itself, bm.zeros(shape)), diagonals[1]]
+
     def visit(slab, carry):
-        """Adds the products of a slab of channels to the blocks of P and A, in rows on the fast path."""
-        totals, any_slow, squares = carry
+        """Adds the products of a slab of channels to the blocks of P and A."""
+        totals, squares = carry
 
         def of_next(copy):
             pl.when(slab + 1 < slabs)(lambda: copy(slab + 1))
@@ -216,45 +243,18 @@ def _kda_matrices(
             if merged:
                 pairs += [[(rows, bm.transpose(far.at[pl.ds(c * 2 * BLOCK, BLOCK)]))] for c in range(2)]
             own, *earlier = product.together(*pairs)
-            own = functools.reduce(
-                lambda x, i: jnp.where(block == i, own[:, _block(i)], x), range(1, 4), own[:, :BLOCK]
-            )
-            sums = [total[0] + jnp.where(bm.spread_rows(slow, shape) > 0.5, 0.0, own)]
+            sums = [total[0] + jnp.where(bm.spread_rows(slow, shape) > 0.5, 0.0, of_own_block(own))]
             found.append(sums + ([total[1] + jnp.where(row < 2 * BLOCK, *earlier)] if merged else []))
         bm.commit()
+        again = 1 if always_exact else (jnp.max(slow) > 0.5).astype(jnp.int32)
+        diagonals = halve(slow, again, [x for x, *_ in found])
+        found = [[x, *rest] for x, (_, *rest) in zip(diagonals, found, strict=True)]
         of_next(copy_in_rows)
-        return found, jnp.maximum(any_slow, jnp.max(slow)), squares
-
-    def visit_exactly(slab, diagonals):
-        """Adds them to the blocks on the diagonal in the other rows, key by key."""
-        copy_in_g(slab)
-        copy_in_rows(slab)
-        _, slow = decays(slab)
-        bm.wait(loaded)
-        keep_rows(spans, q_tile, k_tile)
-        k_slab = bm.load(k_tile)  # Other chunks take 0 times its rows, too.
-        k_tile[...] = jnp.where(jnp.abs(k_slab.astype(f32)) < jnp.inf, k_slab, jnp.zeros_like(k_slab))
-        bm.commit()
-
-        def exact(j, found):
-            """P and A of key j of every block, over these channels."""
-            [between] = product.together(exponents(bm.load(token_masks.at[2 + 2 * j])))
-            [key] = product.together([(operand("one", bm.load(token_masks.at[3 + 2 * j])), k_tile)])
-            key *= jnp.exp2(between)
-            lines = [jnp.sum(bm.load(tile).astype(f32) * key, axis=1) for tile in (q_tile, k_tile)]
-            chosen = (bm.spread_rows(slow, shape) > 0.5) & (col == j)
-            return [jnp.where(chosen, bm.spread_rows(line, shape), x) for x, line in zip(found, lines, strict=True)]
-
-        found = lax.fori_loop(0, BLOCK, exact, [bm.zeros(shape) for _ in diagonals])
-        bm.commit()
-        return [x + y for x, y in zip(diagonals, found, strict=True)]
+        return found, squares
 
     zeros = [[bm.zeros(shape) for _ in range(2 if merged else 1)] for _ in range(2)]
     squares = [bm.column(ROWS, 0.0) for _ in range(2 if raw.l2norm else 0)]
-    totals, any_slow, squares = lax.fori_loop(0, slabs, visit, (zeros, jnp.float32(0.0), squares))
-    again = slabs if always_exact else (any_slow > 0.5).astype(jnp.int32) * slabs
-    diagonals = lax.fori_loop(0, again, visit_exactly, [x[0] for x in totals])
-    queries, erased = ([x, *rest] for x, (_, *rest) in zip(diagonals, totals, strict=True))
+    (queries, erased), squares = lax.fori_loop(0, slabs, visit, (zeros, squares))
 
     def write(diagonal, earlier, target):
         """Writes a matrix from its blocks on the diagonal and left of it."""
@@ -347,7 +347,7 @@ def matrices(
     if raw.l2norm:
         scratch["norm_rows"] = bm.rows((2, ROWS), f32)
     if interpret:
-        scratch |= {f"left_{name}": bm.rows((ROWS, n), op) for name, n in (("mask", ROWS), ("up", SLAB), ("one", ROWS))}
+        scratch |= {f"left_{name}": bm.rows((ROWS, n), op) for name, n in (("mask", ROWS), ("up", SLAB))}
         scratch |= {f"left_{x}{i}": bm.rows((ROWS, BLOCK), op) for x in "ab" for i in range(PIECES)}
     body = functools.partial(
         _kda_matrices, sizes=sizes, raw=raw, scale=scale, limit=FAST_LIMIT["16bit"] * LOG2_E, op=op,

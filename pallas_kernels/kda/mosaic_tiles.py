@@ -17,6 +17,20 @@ from pallas_kernels.kda.sizes import Packing, Sizes
 ROWS = 64  # Of a tile: the rows of one product of the tensor cores.
 LOG2_E = 1.4426950408889634
 
+# Pairs of tokens of a block of 16 by where they part: into the halves, of 2**n tokens, of it or of a smaller block.
+HALVES = (3, 2, 1, 0)
+
+
+def to_middle(token: Any, other: Any, n: int) -> Any:
+    """Whether the decay between a token and the middle of its block of 2 * 2**n tokens has that of the token `other`:
+    integers, or arrays of them."""
+    return ((token >> n) == (other >> n)) & ((((token >> n) & 1) == 1) == (other <= token))
+
+
+def across_middle(later: Any, earlier: Any, n: int) -> Any:
+    """Whether two tokens are in the second and in the first half of one block of 2 * 2**n."""
+    return (((later >> n) & 1) == 1) & ((later >> n) == (earlier >> n) + 1)
+
 
 def exp(x: jax.Array) -> jax.Array:
     return jnp.exp2(x * LOG2_E)
