@@ -23,14 +23,23 @@ from pallas_kernels.kda.blocks import FAST_LIMIT
 from pallas_kernels.kda.config import BLOCK, KdaConfig
 from pallas_kernels.kda.mosaic_packing import of_chunks, row_scratch
 from pallas_kernels.kda.mosaic_raw import Gate, gate_rows, strength
-from pallas_kernels.kda.mosaic_tiles import ROWS, Tiles, beta_rows, check_sizes, exp, tile_scratch
+from pallas_kernels.kda.mosaic_tiles import (
+    HALVES,
+    ROWS,
+    Tiles,
+    beta_rows,
+    check_sizes,
+    exp,
+    halving_masks,
+    tile_scratch,
+)
 from pallas_kernels.kda.raw import Raw
 from pallas_kernels.kda.sizes import Packing, Sizes
 
 
 @of_chunks
 def _kda_grads(
-    q, k, v, g, do, beta, M, S, dS, U, dU, decay, *refs,
+    q, k, v, g, do, beta, M, S, dS, U, dU, decay, halvings, *refs,
     sizes: Sizes, raw: Raw, scale: float, limit: float, op, always_exact: bool, interpret: bool, span_of: Any,
     q_tile, k_tile, g_tile, v_tile, both, m_tile, s_tile, ds_tile, u_tile, du_tile, beta_row, decay_row,
     masks, near, far, loaded, given_g: Any = None, row_sums: Any = None, gate_rows: Any = None,
@@ -128,7 +137,7 @@ def _kda_grads(
     # The key side. Its order keeps few tiles alive at a time.
     if not early:
         gT = gates.log_decay(bm.load_transposed(given_g).astype(f32))
-    bm.store_transposed(g_tile, D)  # For the exact path, which reads columns of dP and dA.
+    bm.store_transposed(g_tile, D)  # For slow rows, once `near` has been read.
     bm.commit()
     S_T, do_T, dR_T = bm.transpose(s_tile), bm.transpose(both.at[P]), bm.transpose(both.at[A])
 
@@ -182,54 +191,34 @@ def _kda_grads(
     dG -= end.astype(f32) * acc_k + far_key.astype(f32) * acc
     dkT = down * acc_k + anchor * acc
 
-    within = lax.rem(col, BLOCK)
+    def halve(step, carry):
+        """Pairs of tokens in the two halves of a block of 16, 8, 4 or 2, whose later one is a slow row: they decay from
+        the one to the middle and from there to the other."""
+        dqT, deT, dkT, dG = carry
+        to_middle, across = (bm.load(halvings.at[step, which]) for which in range(2))
+        on.masks.at[0][...] = to_middle
+        near[...] = jnp.where(across.astype(f32) > 0.5, bm.load_transposed(g_tile), 0.0).astype(op)
+        bm.commit()
+        decay = exp(sums(gT, "to_middle")[0])
+        key = normalised(k_tile, 1) * decay
+        key, Q, E = (
+            rounded(key),
+            rounded(normalised(q_tile, 0) * scale * decay),
+            rounded(bm.load_row(beta_row, shape) * key),
+        )
+        of_slow = 1.0 - fast
+        acc = of_slow * product((operand("a", key), bm.transpose(near.at[P])))
+        dG, dqT = dG + Q.astype(f32) * acc, dqT + decay * acc
+        acc = of_slow * product((operand("a", key), bm.transpose(near.at[A])))
+        dG, deT = dG + E.astype(f32) * acc, deT + decay * acc
+        acc = product((operand("a", of_slow * E), near.at[A]), (operand("b", of_slow * Q), near.at[P]))
+        return dqT, deT, dkT + decay * acc, dG - key.astype(f32) * acc
 
-    def exact(step, carry):
-        """Key j of every block against the rows of its block that need the exact path."""
-        span, dqT, deT, dkT, dG = carry
-        j = BLOCK - 1 - step
-        here = within == j
-
-        def of_block(x):
-            """The column j of every block of x, in all columns of its block."""
-            picked = jnp.where(here, x, 0.0)
-            found = bm.zeros(shape)
-            for r in range(C // BLOCK):
-                mine = lax.div(col, BLOCK) == r
-                total = bm.spread_rows(jnp.sum(jnp.where(mine, picked, 0.0), axis=1), shape)
-                found = jnp.where(mine, total, found)
-            return found
-
-        def against(first):
-            """dP or dA of every token against key j of its block, in all rows."""
-            found = bm.zeros(shape)
-            for r in range(C // BLOCK):
-                line = bm.load_row(g_tile.at[r * BLOCK + j, pl.ds(first, C)], shape)
-                found = jnp.where(lax.div(col, BLOCK) == r, line, found)
-            return found
-
-        weight = jnp.where(within > j, exp(span) * (1.0 - fast), 0.0)
-        p, a = against(0) * weight, against(C) * weight
-        k_j = of_block(kT)
-        term = a * beta_of * kT + p * qT
-
-        def block_sum(x):
-            found = bm.zeros(shape)
-            for r in range(C // BLOCK):
-                mine = lax.div(col, BLOCK) == r
-                found = jnp.where(mine, bm.spread_rows(jnp.sum(jnp.where(mine, x, 0.0), axis=1), shape), found)
-            return found
-
-        dk_j = block_sum(term)
-        dG = dG + term * k_j - jnp.where(here, k_j * dk_j, 0.0)
-        span = jnp.where(within >= j, span + of_block(gT), span)
-        return span, dqT + p * k_j, deT + a * k_j, dkT + jnp.where(here, dk_j, 0.0), dG
+    any_slow = jnp.max(jnp.where(slow, 1.0, 0.0)) > 0.5
+    steps = len(HALVES) if always_exact else any_slow.astype(jnp.int32) * len(HALVES)
+    dqT, deT, dkT, dG = lax.fori_loop(0, steps, halve, (dqT, deT, dkT, dG))
 
     qT = normalised(q_tile, 0) * scale
-    any_slow = jnp.max(jnp.where(slow, 1.0, 0.0)) > 0.5
-    steps = BLOCK if always_exact else any_slow.astype(jnp.int32) * BLOCK
-    _, dqT, deT, dkT, dG = lax.fori_loop(0, steps, exact, (bm.zeros(shape), dqT, deT, dkT, dG))
-
     diagonal = sums_row(1, 0) if diagonals else bm.spread_columns(on_diagonal, shape)
     (later,) = sums(dG, ("suffix", "rest") if C > BLOCK else "suffix")
     share = jnp.sum(kT * deT, axis=0)
@@ -435,8 +424,8 @@ def gradients(
     inputs = [q, k, v, g, do, beta_rows(betas, sizes, packing), prepared.M, states.S, dS, states.U, dU, prepared.decay]
     matrices = prepared.P, prepared.M, prepared.norms
     more, scratch = _raw_inputs(raw, sizes, matrices, A_log, dt_bias, o if raw.l2norm else None)
-    inputs += more
-    copies = len(inputs)
+    copies = len(inputs) + len(more)
+    inputs += [jnp.asarray(halving_masks(C), op), *more]
     inputs = inputs if packing is None else [packing.rows, *inputs]
     outputs = [shape(x.shape, x.dtype) for x in (q, k, v)]
     # With one head, a float32 tile of 64 channels is contiguous.

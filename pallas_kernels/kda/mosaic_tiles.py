@@ -3,15 +3,18 @@ columns, their products with a left operand from registers, and sums over tokens
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend_mosaic as bm
-from pallas_kernels.kda.config import BLOCK, hopper_chunk_refusal
+from pallas_kernels.kda.config import hopper_chunk_refusal
 from pallas_kernels.kda.sizes import Packing, Sizes
 
 ROWS = 64  # Of a tile: the rows of one product of the tensor cores.
@@ -30,6 +33,28 @@ def to_middle(token: Any, other: Any, n: int) -> Any:
 def across_middle(later: Any, earlier: Any, n: int) -> Any:
     """Whether two tokens are in the second and in the first half of one block of 2 * 2**n."""
     return (((later >> n) & 1) == 1) & ((later >> n) == (earlier >> n) + 1)
+
+
+MASKS = ("prefix", "suffix", "base", "rest")
+
+
+def _masks(token: Any, of: Any) -> dict[str, Any]:
+    """The 0/1 matrices of `Tiles.sums`, MASKS: whether a sum for the token `of` takes that of `token`."""
+    own, block = token >> 4, of >> 4
+    chosen = ((own == block) & (token <= of), (own == block) & (token > of), own < block, own > block)
+    return dict(zip(MASKS, chosen, strict=True))
+
+
+def halving_masks(C: int) -> np.ndarray:
+    """[4, 2, 64, C]: for each of HALVES, what `Tiles.masks[0]` is with `to_middle` in the place of `prefix`; and which
+    tokens (rows from 0 on, and again from C on) and keys (columns) it parts."""
+    row, col = np.arange(ROWS)[:, None], np.arange(C)[None, :]
+    token, which = row % C, row // C
+    masks = _masks(token, col)
+    rest = [masks[name] & (which == i) for i, name in enumerate(MASKS)][1:]
+    sums = [functools.reduce(operator.or_, [to_middle(col, token, n) & (which == 0), *rest]) for n in HALVES]
+    pairs = [across_middle(token, col, n) & (which < 2) for n in HALVES]
+    return np.stack([np.stack(sums), np.stack(pairs)], axis=1).astype(float)
 
 
 def exp(x: jax.Array) -> jax.Array:
@@ -71,8 +96,8 @@ class Tiles:
     def __init__(self, C: int, op: Any, interpret: bool, masks: Any, left: dict[str, Any]):
         self.C, self.op, self.interpret, self.masks, self.left = C, op, interpret, masks, left
         self.row, self.col = bm.indices((ROWS, C))
-        names = ("prefix", "suffix", "base", "rest")
-        self.slots = {name: divmod(i * C, ROWS) for i, name in enumerate(names)}
+        self.slots = {name: divmod(i * C, ROWS) for i, name in enumerate(MASKS)}
+        self.slots["to_middle"] = self.slots["prefix"]
 
     def write_masks(self) -> None:
         """Writes the 0/1 matrices of `sums`: which tokens (rows) a sum for a token (column) takes. `bm.commit` must
@@ -82,19 +107,10 @@ class Tiles:
         and after its own.
         """
         t, which = lax.rem(self.row, self.C), lax.div(self.row, self.C)
-        own, block = lax.div(t, BLOCK), lax.div(self.col, BLOCK)
-        chosen = {
-            "prefix": (own == block) & (t <= self.col),
-            "suffix": (own == block) & (t > self.col),
-            "base": own < block,
-            "rest": own > block,
-        }
+        chosen = _masks(t, self.col)
         for part in range(self.masks.shape[0]):
             ones = [x & (which == self.slots[n][1] // self.C) for n, x in chosen.items() if self.slots[n][0] == part]
-            value = ones[0]
-            for more in ones[1:]:
-                value = value | more
-            self.masks.at[part][...] = jnp.where(value, 1.0, 0.0).astype(self.op)
+            self.masks.at[part][...] = jnp.where(functools.reduce(operator.or_, ones), 1.0, 0.0).astype(self.op)
 
     def operand(self, name: str, value: jax.Array) -> Any:
         """A left operand: the registers themselves, which interpret mode takes from memory alone (`left_<name>`)."""
