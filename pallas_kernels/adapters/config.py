@@ -149,8 +149,8 @@ def choose_low_rank(
         elif pairs == 2 and R <= 32:
             forward = Tiles(_cut(O, 32), _cut(I, 128))
     # Wide strips leave few shares of dB; dA of one is held in registers, and of two products the products' tiles.
-    # Where dA has 64 rows and more, a tile of the weight has as many: both products of G are then asynchronous ones of
-    # Hopper. Of fewer rows, Triton's pipeline loads the next G over the one that the product for dA is still reading.
+    # Where dA, or dA^T, has 64 rows and more, a tile of the weight must have as many: both products of G are then
+    # asynchronous ones of Hopper. Else Triton's pipeline loads the next G over the one that the product for dA reads.
     warps, stages = 8, 2
     if half and block_shared >= LARGE_SHARED and R * pairs <= 128 and not dora and R <= 64:
         # As timed on an H200. In a larger weight narrow strips leave too many shares of dB.
@@ -159,7 +159,7 @@ def choose_low_rank(
         elif R == 64:
             rows, cols, stages = 64, 256, 3
         else:
-            rows, cols, warps, stages = (32, 128, 4, 3) if O * I <= 4 * WIDE else (64, 256, 8, 2)
+            rows, cols, warps, stages = (64, 128, 4, 3) if O * I <= 4 * WIDE else (64, 256, 8, 2)
     elif half:
         rows, cols = (
             (64, 256 if pairs == 1 and not dora else 128) if R * pairs <= 64 else (64 if pairs == 1 else 32, 128)
