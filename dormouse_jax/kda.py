@@ -85,7 +85,7 @@ def kda(
       residuals: what a differentiated call keeps for its backward. "recompute" keeps the inputs and, with the
         kernels, two matrices `[chunk, chunk]` a chunk and value head; "save" keeps all intermediates, for a faster
         backward. JAX differentiates "recurrent" in its own way.
-      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (16-bit
+      implementation: "pallas" (the best Pallas kernels for the device), "pallas_triton", "pallas_mosaic" (the
         kernels for Hopper cards, the serial ones at least), "xla" (chunked jnp) or "recurrent" (`lax.scan` over tokens;
         the only one with forward-mode derivatives). None takes "pallas" on an NVIDIA GPU and under
         `interpret_kernels()`, where it can serve the call, and "xla" elsewhere.
@@ -348,7 +348,8 @@ def _kernel_config(
     """The configuration of the kernels, whose fields name the backend of each, and what was passed over; or a
     NotImplementedError that says why they cannot serve the call.
 
-    of_chunk: what `hopper_chunk_refusal` wants to know. any_raw: whether the kernels get anything raw.
+    of_chunk: what `hopper_chunk_refusal` wants to know of the call's arrays. any_raw: whether the kernels get anything
+    raw.
     """
     require_triton(device, interpret)
     try:
@@ -373,7 +374,8 @@ def _kernel_config(
         if asked == "pallas_mosaic":
             raise
         return config.on_triton(), [("pallas_mosaic", str(reason))]
-    chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk)
+    of_chunk |= {"precision": sizes["precision"], "chunk_size": config.chunk_size}
+    chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk, raw=any_raw, packed=sizes["packed"])
     refusals = {"serial": serial_refusal, "prepare": chunk_refusal, "gradients": chunk_refusal}
     if any_raw and chunk_refusal is None:
         refusals["prepare"] = _unproven(interpret, "raw_matrices")

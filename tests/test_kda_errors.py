@@ -18,6 +18,7 @@ from tests import helpers
 from tests.helpers import OPERATORS, Shape
 
 SHAPE = Shape(T=8, K=6, V=5, B=2, H=2, HV=4)
+FLOAT32 = {"K": 64, "V": 64, "dtype": jnp.float32}
 
 
 def call(operator, replace=None, **options):
@@ -545,6 +546,30 @@ class DispatchTest(parameterized.TestCase):
             "tiles of 8 tokens",
         ),
         ("few_heads", {"H": 4, "HV": 4, "T": 8192}, ("triton", "mosaic"), None),
+        ("float32", FLOAT32, ("mosaic", "mosaic"), None),
+        ("float32_of_another_dim", FLOAT32 | {"K": 40}, ("mosaic", "triton"), "K and V of 64, .* got float32, K=40"),
+        ("float32_grouped_heads", FLOAT32 | {"H": 8}, ("mosaic", "triton"), "chunks of 16 and more value heads"),
+        ("float32_odd_tokens", FLOAT32 | {"T": 65}, ("triton", "triton"), "tiles of 8 tokens"),
+        ("float32_chunk", FLOAT32 | {"options": {"chunk_size": 32}}, ("mosaic", "triton"), "chunks of 32"),
+        (
+            "float32_raw",
+            FLOAT32 | {"options": {"use_qk_l2norm_in_kernel": True}},
+            ("mosaic", "triton"),
+            "float32-accurate products for raw inputs",
+        ),
+        (
+            "float32_packed",
+            FLOAT32 | {"options": {"cu_seqlens": np.array([0, 9, 64])}},
+            ("mosaic", "triton"),
+            "float32-accurate products for packed sequences",
+        ),
+        (
+            "float32_segments",
+            FLOAT32 | {"options": {"segment_ids": np.arange(64)[None] // 9}},
+            ("mosaic", "mosaic"),
+            None,
+        ),
+        ("tf32", FLOAT32 | {"options": {"precision": "tf32"}}, ("triton", "triton"), "no faster here"),
     )
     def test_the_hopper_kernels_go_by_card_and_call(self, case, expected, reason):
         case = {"capability": "9.0", "T": 64, "K": 128, "V": 128, "H": 16, "HV": 16, "dtype": jnp.bfloat16} | case
@@ -559,6 +584,8 @@ class DispatchTest(parameterized.TestCase):
             (found,) = dormouse_jax.explain(call)
             (named,) = dormouse_jax.explain(functools.partial(call, implementation="pallas_triton"))
         self.assertEqual((found.config.serial, found.config.gradients), expected)
+        if dtype == jnp.float32:
+            self.assertEqual(found.config.prepare, found.config.gradients)
         self.assertEqual(found.implementation, "pallas_mosaic" if "mosaic" in expected else "pallas_triton")
         self.assertRegex(dict(found.passed_over).get("pallas_mosaic", ""), reason or "^$")
         self.assertEqual((named.implementation, named.config), ("pallas_triton", named.config.on_triton()))

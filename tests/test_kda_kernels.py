@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from absl.testing import absltest, parameterized
 
+import dormouse_jax
 from dormouse_jax import packing
 from pallas_kernels import kda as kernels
 from pallas_kernels.kda import mosaic_prepare
@@ -350,6 +351,92 @@ class ConfigurationTest(parameterized.TestCase):
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
 
+class Float32HopperTest(parameterized.TestCase):
+    """The kernels of one chunk for Hopper with float32-accurate products, as the table has them."""
+
+    def config(self, shape):
+        """The configuration that is chosen for Hopper, whatever the number of heads."""
+        sizes = {"K": shape.K, "V": shape.V, "T": shape.T}
+        found = {
+            kernels.choose_config("NVIDIA H200", **sizes, batch_heads=many, precision="fp32")
+            for many in (1, 8, 32, 64, 128, 256, 1024)
+        }
+        self.assertLen(found, 1)
+        config = found.pop()
+        self.assertEqual({config.prepare, config.gradients, config.serial}, {"mosaic"})
+        of_chunk = {"same_heads": True, "dtype": "float32", "plain": True, "chunk_size": config.chunk_size}
+        self.assertIsNone(kernels.hopper_chunk_refusal(**sizes, **of_chunk, precision="fp32"))
+        return config
+
+    # T of a last chunk that is not full, of one that is, and of no other chunk.
+    @parameterized.named_parameters(
+        (f"{kind}_{T}", kind, T)
+        for kind, T in itertools.product(("weak", "exact_rows", "forgetting", "equal_keys"), (8, 24, 152, 160))
+        if helpers.on_gpu() or (kind, T) == ("exact_rows", 24)
+    )
+    def test_against_the_oracle(self, kind, T):
+        many = helpers.on_gpu()
+        shape = Shape(B=3 if many else 1, T=T, K=64, V=64, H=2 if many else 1, HV=2 if many else 1)
+        config, p = self.config(shape), helpers.problem("kda", shape)
+        g = np.array(p.inputs["g"])
+        if kind == "exact_rows":  # Of some chunks, some rows, and those of the others on the fast path.
+            g[:, 5] = -80.0
+            g[:, 20:23, :, ::3] = -30.0
+        elif kind == "forgetting":
+            g[:, 3:7:2], g[:, 40:41], g[:, 96:98] = -1e4, -np.inf, -50.0
+        p = p.replace(g=g)
+        if kind == "equal_keys":
+            k = np.repeat(p.inputs["k"][:, :1], T, axis=1)
+            p = p.replace(k=k, beta=np.ones_like(p.inputs["beta"]))
+        want = helpers.oracle(p)
+        run = program(p, "fp32", config, save=False)
+        got = run(p)
+        helpers.assert_all_close(got, want)
+        if many:
+            for _ in range(20):  # Which chunk is done first, and what it leaves in memory, is chance.
+                helpers.assert_same_bits(run(p), got)
+            helpers.assert_all_close(value_and_grads(p, "fp32", config, save=True), want)
+            config = dataclasses.replace(config, always_exact=True)
+            helpers.assert_same_bits(value_and_grads(p, "fp32", config, save=False), got)
+
+    @parameterized.named_parameters(
+        (f"{kind}_{residuals}", kind, residuals)
+        for kind, residuals in itertools.product(("plain", "segments", "raw_segments"), ("recompute", "save"))
+        if helpers.on_gpu() or (kind, residuals) == ("segments", "save")
+    )
+    def test_a_call_of_the_operator(self, kind, residuals):
+        many = helpers.on_gpu()
+        p = helpers.problem("kda", Shape(B=2 if many else 1, T=104 if many else 24, K=64, V=64, H=1, HV=1))
+        if kind != "plain":
+            ids = np.searchsorted((9, 16, 47, 48, 97), np.arange(p.do.shape[1]), side="right")
+            ids = np.stack([ids, ids // 2])[: p.do.shape[0]]
+            p = dataclasses.replace(p, options={"segment_ids": ids.astype(np.int32)})
+        if kind == "raw_segments":
+            p = helpers.raw(p, "l2norm", "gate", "beta", decay=0.1)
+        call = functools.partial(dormouse_jax.kda, **p.inputs, **p.options, implementation="pallas_mosaic")
+        with helpers.kernels_run("pallas_mosaic"):
+            (found,) = dormouse_jax.explain(call)
+        self.assertEqual((found.config.prepare, found.config.gradients), ("mosaic", "mosaic"))
+        got = helpers.value_and_grads(p, "pallas_mosaic", residuals=residuals)
+        helpers.assert_all_close(got, helpers.oracle(p))
+        if many:  # Where it is Hopper, they are what is chosen.
+            helpers.assert_same_bits(helpers.value_and_grads(p, None, residuals=residuals), got)
+
+    @parameterized.named_parameters(
+        ("keys", Shape(T=16, K=40, V=64, H=1, HV=1), {}, "K=40"),
+        ("values", Shape(T=16, K=64, V=128, H=1, HV=1), {}, "V=128"),
+        ("chunk", Shape(T=16, K=64, V=64, H=1, HV=1), {"chunk_size": 32}, "chunks of 32"),
+        ("heads", Shape(T=16, K=64, V=64, H=1, HV=2), {}, "more value heads"),
+        ("tokens", Shape(T=20, K=64, V=64, H=1, HV=1), {}, "T=20 cannot be cut"),
+        ("serial", Shape(T=16, K=64, V=64, H=1, HV=1), {"serial": "triton"}, "serial must be 'mosaic'"),
+    )
+    def test_what_they_do_not_take(self, shape, change, reason):
+        config = dataclasses.replace(self.config(Shape(T=16, K=64, V=64)), **change)
+        p = helpers.problem("kda", shape)
+        with self.assertRaisesRegex(ValueError, reason):
+            value_and_grads(p, "fp32", config, save=False)
+
+
 # Kernels for Hopper that take packed sequences: the operator, dtypes of the inputs and of g, K and V, the chunk size,
 # what comes raw, whether residuals are saved, and lengths for interpret mode.
 PACKED_HOPPER = {
@@ -382,7 +469,10 @@ class PackedHopperTest(parameterized.TestCase):
         precision = "fp32" if dtype == jnp.float32 else "16bit"
         shape, sizes = Shape(T=0, K=K, V=V, H=heads, HV=heads), {"K": K, "V": V, "T": sum(packings[0])}
         self.assertIsNone(kernels.hopper_refusal(**sizes, precision=precision))
-        refusal = kernels.hopper_chunk_refusal(**sizes, same_heads=True, dtype=str(dtype), plain=operator == "kda")
+        refusal = kernels.hopper_chunk_refusal(
+            **sizes, same_heads=True, dtype=str(dtype), plain=operator == "kda", precision=precision,
+            chunk_size=chunk_size, packed=True,
+        )  # fmt: skip
         config = config_for(precision, dataclasses.replace(shape, T=sizes["T"]), chunk_size)
         of_chunk = "triton" if refusal else "mosaic"
         config = dataclasses.replace(config, serial="mosaic", gradients=of_chunk, prepare=of_chunk)

@@ -71,6 +71,13 @@ def _prepare(
             matrices=matrices,
         )[0]  # fmt: skip
     assert write is None and starts is None
+    if precision == "fp32":
+        from pallas_kernels.kda import mosaic_exact
+
+        P, M, W, Qhat, Ktil, Y, decay = mosaic_exact.prepare(
+            q, k, v, g, erase, matrices, scale=scale, config=config, interpret=interpret
+        )
+        return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
     from pallas_kernels.kda import mosaic_chunks, mosaic_prepare
 
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
@@ -133,6 +140,14 @@ def backward(
         dS, dU, dinitial = _backward.run_states_bwd(
             prepared, residuals.split, do, dfinal_state, has_initial, q, v, erase, packing=packing, **common
         )
+    if config.gradients == "mosaic" and precision == "fp32":
+        from pallas_kernels.kda import mosaic_exact
+
+        assert write is None and starts is None
+        grads = mosaic_exact.gradients(
+            prepared, states, dS, dU, q, k, v, g, erase, do, scale=scale, config=config, interpret=interpret
+        )
+        return *grads, None, None, None, dinitial
     if config.gradients == "mosaic":
         from pallas_kernels.kda import mosaic_chunks
 

@@ -8,8 +8,8 @@ exp(G_i - G_j) for i and j in different blocks is exp(prefix_i) exp(totals of th
 of numbers <= 0
 without a difference anywhere, hence no cancellation and no exponential above 1. Within a block, exp(G_i - G_j) is
 exp(prefix_i) exp(-prefix_j) on the fast path (tensor cores), for rows whose prefix stays above -FAST_LIMIT, and comes
-from a running sum of g over (j, i] on the exact path, for the other rows; the kernels for Hopper have halves of blocks
-in its place (`mosaic_tiles.HALVES`). Which path a row takes depends on rows up to it alone.
+from a running sum of g over (j, i] on the exact path, for the other rows; the 16-bit kernels for Hopper have halves of
+blocks in its place (`mosaic_tiles.HALVES`). Which path a row takes depends on rows up to it alone.
 """
 
 from __future__ import annotations

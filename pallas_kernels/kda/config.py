@@ -165,19 +165,42 @@ def hopper_refusal(*, K: int, V: int, T: int, precision: str) -> str | None:
     return None
 
 
-def hopper_chunk_refusal(*, K: int, V: int, T: int, same_heads: bool, dtype: str, plain: bool) -> str | None:
+def hopper_chunk_refusal(
+    *,
+    K: int,
+    V: int,
+    T: int,
+    same_heads: bool,
+    dtype: str,
+    plain: bool,
+    precision: str,
+    chunk_size: int,
+    raw: bool = False,
+    packed: bool = False,
+) -> str | None:
     """Why the Hopper kernels of one chunk cannot serve a call, or None where they can.
 
-    same_heads: whether there is a value head a key head; plain: whether it is KDA, without segments.
+    same_heads: whether there is a value head a key head; plain: whether it is KDA, without segments; raw: whether
+    anything comes raw.
     """
     if not plain:
         return "the Hopper kernels of one chunk are for KDA, without segment_ids"
-    if dtype != "bfloat16":
+    more = "" if same_heads else " and more value heads"
+    if precision == "fp32":
+        if raw or packed:
+            what = "raw inputs" if raw else "packed sequences"
+            return f"the Hopper kernels of one chunk have no float32-accurate products for {what}"
+        if (K, V, chunk_size) != (64, 64, 16) or dtype != "float32" or not same_heads:
+            return (
+                "the Hopper kernels of one chunk with float32-accurate products take float32, K and V of 64, chunks of "
+                f"16 and a value head a key head, got {dtype}, K={K}, V={V}, chunks of {chunk_size}{more}"
+            )
+    elif dtype != "bfloat16":
         return f"the Hopper kernels of one chunk multiply bfloat16, got {dtype}"
-    if K not in (64, 128) or V not in (64, 128, 256) or not same_heads:
+    elif K not in (64, 128) or V not in (64, 128, 256) or not same_heads:
         return (
             "the Hopper kernels of one chunk take K of 64 or 128, V of 64, 128 or 256 and a value head a key head, "
-            f"got K={K}, V={V}" + ("" if same_heads else " and more value heads")
+            f"got K={K}, V={V}{more}"
         )
     if T % 8:
         return f"the Hopper kernels of one chunk copy tiles of 8 tokens, into which T={T} cannot be cut"

@@ -75,12 +75,12 @@ def beta_rows(beta: jax.Array, sizes: Sizes, packing: Packing | None = None) -> 
     return padded.swapaxes(1, 2).reshape(sizes.B * sizes.HV, sizes.nt, sizes.C)
 
 
-def check_sizes(sizes: Sizes, *arrays: jax.Array) -> None:
+def check_sizes(sizes: Sizes, *arrays: jax.Array, precision: str = "16bit") -> None:
     """Raises ValueError for what the Hopper kernels of one chunk do not take."""
     for x in arrays:
         reason = hopper_chunk_refusal(
             K=sizes.K, V=sizes.V, T=sizes.T, same_heads=sizes.H == sizes.HV, dtype=str(x.dtype),
-            plain=not sizes.channelwise,
+            plain=not sizes.channelwise, precision=precision, chunk_size=sizes.C, packed=sizes.packed,
         )  # fmt: skip
         if reason is not None:
             raise ValueError(reason)
