@@ -99,7 +99,10 @@ class DecoderTest(parameterized.TestCase):
             helpers.assert_close(got[name], grad, rms=1e-4, name=name)
 
     @parameterized.parameters(
-        {"remat": "dots"}, {"remat": "full", "residuals": "save"}, {"remat": "full", "scan_layers": False}
+        {"remat": "dots"},
+        {"remat": "full", "residuals": "save"},
+        {"scan_layers": False},
+        {"remat": "full", "scan_layers": False},
     )
     def test_what_is_kept_for_the_backward_changes_no_result(self, **options):
         want, got = loss_and_grads(), loss_and_grads(**options)

@@ -98,10 +98,16 @@ class Decoder(nnx.Module):
             group = jax.checkpoint(group, policy=REMAT[self.remat], prevent_cse=not self.scan_layers)
 
         def iteration(x, _):
-            x, _ = lax.scan(lambda x, weights: (group(x, weights), None), x, weights, unroll=not self.scan_layers)
+            x, _ = lax.scan(lambda x, weights: (group(x, weights), None), x, weights)
             return x, None
 
-        x, _ = lax.scan(iteration, self._embed(ids), None, length=self.config.loops, unroll=not self.scan_layers)
+        x = self._embed(ids)
+        if self.scan_layers:
+            x, _ = lax.scan(iteration, x, None, length=self.config.loops)
+        else:  # A scan that is unrolled stacks what the backward needs all the same.
+            group = jax.jit(group)  # traced once
+            for each in _unstacked(weights, self.config.num_groups) * self.config.loops:
+                x = group(x, each)
         return self._logits(x)
 
     def loss(self, ids: jax.Array) -> jax.Array:
@@ -209,6 +215,14 @@ class _Group(nnx.Module):
             x, cache = layer.step(x, cache)
             after.append(cache)
         return x, tuple(after)
+
+
+def _unstacked(weights: Any, num_groups: int) -> list[Any]:
+    """The weights of each group. By `lax.split`, whose gradient is a concatenation; that of slices is a sum of arrays
+    padded with zeros."""
+    leaves, structure = jax.tree.flatten(weights)
+    pieces = [[x.squeeze(0) for x in lax.split(leaf, (1,) * num_groups)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, group) for group in zip(*pieces, strict=True)]
 
 
 def _swiglu(gate_up):
