@@ -4,7 +4,9 @@
     python -m bench.gemm --impl=all --preset=report_bf16 --forward_only=report_fp32,square8k_bf16 --json out.json
 
 --impl   arms: pallas, pallas_triton, xla (jax.lax.dot_general), torch (cuBLAS), jax_triton (a Triton kernel launched
-         through jax-triton); groups: ours, all
+         through jax-triton); groups: ours, all, and peer: what sets the bar, XLA's dot in 16 bit, which chooses among
+         cuBLAS's kernels and its own by timing them, and torch's cuBLAS for float32, where it takes XLA 9 s to choose
+         the same kernel
 --preset names of SHAPE_PRECISION, such as report_bf16, or a SHAPE for all its precisions (default: report on a GPU,
          cpu without one). Shapes: report, square4k, square8k; qkv, proj, up, down of a transformer of width 4096 and
          hidden width 14336 at 1k, 4k and 16k tokens (up4k); skinny1, skinny16, skinny64; odd; report_tn, _nt, _tt, the
@@ -227,8 +229,10 @@ def jobs(wanted: Sequence[Case], impl: Sequence[str]) -> list[tuple[Case, list[A
     """The cases with their arms, by names and groups."""
     found = []
     for case in wanted:
-        known = arms(case.params["precision"])
-        found.append((case, cli.pick_arms(impl, known, GROUPS | {"all": tuple(known)})))
+        precision = case.params["precision"]
+        known = arms(precision)
+        groups = GROUPS | {"all": tuple(known), "peer": ("xla" if precision == "16bit" else "torch",)}
+        found.append((case, cli.pick_arms(impl, known, groups)))
     return found
 
 

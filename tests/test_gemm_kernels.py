@@ -165,6 +165,7 @@ class ConfigTest(parameterized.TestCase):
         (config.MosaicConfig, {"tile_m": 64}, "tile_m must be 128 or 256"),
         (config.MosaicConfig, {"cluster": "k"}, "cluster must be None, 'm' or 'n'"),
         (config.MosaicConfig, {"stages": 1}, "stages must lie between 2 and 8"),
+        (config.MosaicConfig, {"tile_n": 256, "pingpong": True}, r"24576 sums, got 128 x 256 \(pingpong=True\)"),
     )
     def test_a_configuration_that_cannot_be_is_refused(self, kind, settings, message):
         with self.assertRaisesRegex(ValueError, message):
@@ -176,6 +177,14 @@ class ConfigTest(parameterized.TestCase):
             kernels.matmul(
                 ones, ones, None, transpose_a=False, transpose_b=False, precision="16bit", out_dtype=jnp.bfloat16,
                 config=kernels.MosaicConfig(stages=8), interpret=True,
+            )  # fmt: skip
+
+    def test_float32_accurate_products_take_no_tiles_in_turn(self):
+        ones = jnp.ones((128, 128), jnp.float32)
+        with self.assertRaisesRegex(ValueError, "cannot take tiles in turn"):
+            kernels.matmul(
+                ones, ones, None, transpose_a=False, transpose_b=False, precision="fp32", out_dtype=jnp.float32,
+                config=kernels.MosaicConfig(tile_n=128, pingpong=True), interpret=True,
             )  # fmt: skip
 
     @parameterized.parameters(
@@ -253,10 +262,14 @@ class HopperKernelTest(parameterized.TestCase):
         ("cluster_along_n_in_parts", {"cluster": "n", "split": 3}, "16bit", (200, 130, 232)),
         ("float32_in_parts", {"cluster": "m", "fold": 1, "split": 2}, "fp32", (130, 68, 101)),
         ("one_tile", {"cluster": "n"}, "16bit", (8, 32, 8)),
+        ("tiles_in_turn", {"cluster": "m", "stages": 3, "pingpong": True}, "16bit", (600, 200, 104)),
+        ("tiles_in_turn_in_parts", {"cluster": "n", "split": 2, "pingpong": True}, "16bit", (300, 200, 72)),
+        ("tf32_tiles_in_turn", {"pingpong": True}, "tf32", (300, 136, 100)),
+        ("narrow_rows_of_tiles", {"tile_n": 160, "tile_k": 64, "cluster": "m"}, "16bit", (136, 168, 72)),
     )
     def test_against_float64(self, settings, precision, sizes):
         needs_hopper(self)
-        chosen = kernels.MosaicConfig(tile_m=128, tile_n=64, tile_k=32, stages=2, **settings)
+        chosen = kernels.MosaicConfig(**{"tile_m": 128, "tile_n": 64, "tile_k": 32, "stages": 2} | settings)
         check_a_configuration(chosen, *sizes, precision, (False, False))
 
 

@@ -110,7 +110,8 @@ class TritonConfig:
 class MosaicConfig:
     """How the Hopper kernel is cut and launched.
 
-    A block has one warpgroup that copies operands in and two that multiply; each of the two holds half of the rows.
+    A block has one warpgroup that copies operands in and two that multiply. These share a tile, each with half of the
+    rows (cooperative), or take tiles in turn (ping-pong), so that one multiplies while the other writes its result out.
 
     Attributes:
       tile_m, tile_n: rows and columns of the output tile of one block.
@@ -123,6 +124,7 @@ class MosaicConfig:
       split: into how many parts the contraction is split, added up afterwards in a fixed order: for outputs of too few
         tiles to fill the card.
       blocks: how many blocks run at a time, a multiple of the cluster's size: one a multiprocessor.
+      pingpong: whether the warpgroups take tiles in turn; not for float32-accurate products, which have two sums.
     """
 
     tile_m: int = 128
@@ -133,12 +135,18 @@ class MosaicConfig:
     fold: int = 4
     split: int = 1
     blocks: int = DEFAULT_CORES
+    pingpong: bool = False
 
     def __post_init__(self):
         if self.tile_m not in (128, 256):
             raise ValueError(f"tile_m must be 128 or 256, got {self.tile_m}")
-        if self.tile_n not in (64, 128, 192, 256):
-            raise ValueError(f"tile_n must be 64, 128, 192 or 256, got {self.tile_n}")
+        if self.tile_n not in (64, 128, 160, 192, 256):
+            raise ValueError(f"tile_n must be 64, 128, 160, 192 or 256, got {self.tile_n}")
+        # A thread holds that many sums, of 232 registers.
+        if self.rows * self.tile_n > 192 * 128:
+            raise ValueError(
+                f"a warpgroup can hold 24576 sums, got {self.rows} x {self.tile_n} (pingpong={self.pingpong})"
+            )
         if self.tile_k not in (32, 64, 128):
             raise ValueError(f"tile_k must be 32, 64 or 128, got {self.tile_k}")
         if not 2 <= self.stages <= 8:
@@ -152,6 +160,11 @@ class MosaicConfig:
     @property
     def cluster_size(self) -> int:
         return 1 if self.cluster is None else 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile that one warpgroup has."""
+        return self.tile_m if self.pingpong else self.tile_m // 2
 
     def tiles(self, M: int, N: int) -> tuple[int, int]:
         """Tiles of an [M, N] output along its axes, in whole clusters."""
