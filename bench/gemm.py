@@ -1,7 +1,7 @@
 """Matrix products: accuracy and time of every implementation.
 
     python -m bench.gemm --impl=pallas,xla,torch
-    python -m bench.gemm --impl=all --preset=report_bf16 --forward_only=report_fp32,square8k_bf16 --json out.json
+    python -m bench.gemm --impl=all --preset=report_bf16,report_fp32:fwd,square8k_bf16:fwdbwd --json out.json
 
 --impl   arms: pallas, pallas_triton, xla (jax.lax.dot_general), torch (cuBLAS), jax_triton (a Triton kernel launched
          through jax-triton); groups: ours, all, and peer: what sets the bar, XLA's dot in 16 bit, which chooses among
@@ -10,8 +10,8 @@
 --preset names of SHAPE_PRECISION, such as report_bf16, or a SHAPE for all its precisions (default: report on a GPU,
          cpu without one). Shapes: report, square4k, square8k; qkv, proj, up, down of a transformer of width 4096 and
          hidden width 14336 at 1k, 4k and 16k tokens (up4k); skinny1, skinny16, skinny64; odd; report_tn, _nt, _tt, the
-         transposes. Precisions: bf16, fp16, tf32, fp32. In tf32 every arm computes in TF32, in fp32 none does.
---forward_only  presets measured after those of --preset, without their backward
+         transposes. Precisions: bf16, fp16, tf32, fp32. In tf32 every arm computes in TF32, in fp32 none does. A preset
+         with :fwd or :fwdbwd is measured in that mode alone, instead of those of --mode
 --shape  M,N,K instead of a preset's shape, with --precision
 """
 
@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 
 from bench import cli, device
-from bench.spec import DTYPES, Arm, Case, Operator, Traffic, UsageError
+from bench.spec import DTYPES, MODE_TITLES, Arm, Case, Operator, Traffic, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,16 +239,20 @@ def jobs(wanted: Sequence[Case], impl: Sequence[str]) -> list[tuple[Case, list[A
 def main(argv: Sequence[str]) -> int:
     cli.no_positional(argv)
     F = flags.FLAGS
-    presets = F.preset or ([] if F.forward_only else ["report"] if device.has_gpu() else ["cpu"])
-    wanted = cases(presets, shape=F.shape, precision=F.precision, seed=F.seed)
-    forward = [case for case in cases(F.forward_only, seed=F.seed) if case not in wanted]
-    modes = {case.key: ("fwd",) for case in forward}
-    return cli.measure(jobs([*wanted, *forward], F.impl), command="bench.gemm", case_modes=modes)
+    wanted: list[Case] = []
+    modes: dict[str, tuple[str, ...]] = {}
+    for text in F.preset or ["report" if device.has_gpu() else "cpu"]:
+        name, _, mode = text.partition(":")
+        found = cases([name], shape=F.shape, precision=F.precision, seed=F.seed)
+        new = [case for case in found if case not in wanted]
+        if mode:
+            modes |= {case.key: tuple(cli.choose([mode], MODE_TITLES, "--preset")) for case in new}
+        wanted += new
+    return cli.measure(jobs(wanted, F.impl), command="bench.gemm", case_modes=modes)
 
 
 if __name__ == "__main__":
     cli.define(impl="pallas,xla,torch,jax_triton", preset="")
-    flags.DEFINE_list("forward_only", [], "Presets measured after those of --preset, without their backward.")
     flags.DEFINE_string("shape", None, "M,N,K instead of a preset.")
     flags.DEFINE_string("precision", "bf16", f"Of --shape: {', '.join(PRECISIONS)}.")
     cli.run(main)

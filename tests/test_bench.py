@@ -494,6 +494,26 @@ class GEMMTest(absltest.TestCase):
         for row in both:
             self.assertBetween(row["errors"]["out"]["rms"], 1e-4, 4e-3)
 
+    def test_the_peer_is_what_sets_the_bar_in_a_precision(self):
+        found = gemm.jobs(gemm.cases(["odd"]), ["peer"])
+        names = {case.name: [arm.name for arm in arms] for case, arms in found}
+        self.assertEqual(
+            names, {"odd_bf16": ["xla"], "odd_fp16": ["xla"], "odd_tf32": ["torch"], "odd_fp32": ["torch"]}
+        )
+
+    def test_a_preset_can_name_its_only_mode(self):
+        presets = ["odd_bf16:fwdbwd", "report_fp32", "odd_bf16", "square4k_tf32:fwd"]
+        others = {"impl": ["pallas"], "shape": None, "precision": "bf16", "seed": 0}
+        with cli.flags_as(preset=presets, **others), unittest.mock.patch.object(cli, "measure") as measure:
+            gemm.main(["bench.gemm"])
+        (wanted,), named = measure.call_args
+        self.assertEqual([case.name for case, _ in wanted], ["odd_bf16", "report_fp32", "square4k_tf32"])
+        first, _, last = (case.key for case, _ in wanted)
+        self.assertEqual(named["case_modes"], {first: ("fwdbwd",), last: ("fwd",)})
+        refused = self.assertRaisesRegex(UsageError, "'bwd' is not known; choose from fwd,")
+        with cli.flags_as(preset=["odd_bf16:bwd"], **others), refused:
+            gemm.main(["bench.gemm"])
+
     def test_rows_are_sampled_alike_from_outputs_and_from_the_reference(self):
         for transposes in ("nn", "tn", "nt", "tt"):
             flips = [t == "t" for t in transposes]
