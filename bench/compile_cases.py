@@ -56,7 +56,8 @@ class Case:
 
 def cases(card: Card) -> list[Case]:
     """The calls for a card, the same in every process."""
-    found = [*_delta_rule(card), *_steps(), *_gemm(card), *_attention(card), *_adapters(), *_bypasses(card)]
+    found = [*_delta_rule(card), *_steps(), *_short_convolutions(), *_gemm(card), *_attention(card)]
+    found += [*_adapters(), *_bypasses(card)]
     titles = [case.title for case in found]
     repeated = {title for title in titles if titles.count(title) > 1}
     if repeated:
@@ -180,6 +181,25 @@ def _steps() -> Iterator[Case]:
             options = dict.fromkeys(names, True)
         title = f"kda_step{' raw' if raw else ''} {dtype} K=V={dim}"
         yield Case("kda_step", title, dtype, arrays, options, backward=False, fast=dim == 128)
+
+
+# short_convolution
+
+
+def _short_convolutions() -> Iterator[Case]:
+    for dtype in ("bfloat16", "float16", "float32"):
+        for what, B, T, taps, sizes in (
+            ("", 8, 2048, 4, (1024, 1024, 1024)),
+            ("small", 2, 512, 4, (256, 256, 768)),
+            ("odd", 2, ODD_TOKENS, 8, (520, 300)),
+        ):
+            C = sum(sizes)
+            arrays: dict[str, Any] = {"x": ((B, T, C), dtype), "kernel": ((taps, C), "float32")}
+            options: dict[str, Any] = {"sizes": sizes, "implementation": "pallas_triton"}
+            if what == "odd":
+                arrays |= {"bias": ((C,), "float32"), "segment_ids": ((B, T), "int32")}
+            title = f"short_convolution{f' {what}' if what else ''} {dtype}"
+            yield Case("short_convolution", title, dtype, arrays, options, fast=not what)
 
 
 # gemm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 
 from dormouse_jax import validation as check
 from dormouse_jax.kda import kda
+from dormouse_jax.short_convolution import short_convolution
 from dormouse_jax.step import kda_step
 
 # How projections are multiplied under the precisions of the operators.
@@ -66,7 +67,8 @@ class KimiDeltaAttention(nnx.Module):
       param_dtype: of the projections and convolutions; A_log, dt_bias and the norm's weight are always float32.
       precision: of the matrix products, projections included: "fp32", "tf32" or "16bit", as in `kda`.
       residuals: what `kda` keeps for the backward, "recompute" or "save".
-      implementation: of `kda` and `kda_step`; "recurrent", "xla", "pallas", …
+      implementation: of `kda`, `kda_step` and `short_convolution`; "recurrent", "xla", "pallas", … What the last one
+        lacks of these is "xla" there, and one token's convolutions always are.
       rngs: `nnx.Rngs` for the initial values.
 
     Raises:
@@ -161,13 +163,13 @@ class KimiDeltaAttention(nnx.Module):
         segment_ids: `[B, T]`, integers: where a token's id is not that of the token before, a sequence begins that
           knows nothing of what is before it. None: one sequence a row.
         """
-        y, _ = self._sequence(x, self.init_cache(x.shape[0]), use_state=False, segment_ids=segment_ids)
+        y, _ = self._sequence(x, segment_ids=segment_ids)
         return y
 
     def prefill(self, x: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
         """y of the tokens x `[B, T, hidden_size]` that follow those of `cache`, and the cache after them."""
         cache = self.init_cache(x.shape[0]) if cache is None else cache
-        return self._sequence(x, cache, use_state=True)
+        return self._sequence(x, cache)
 
     def step(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """y `[B, hidden_size]` of one token x `[B, hidden_size]` a sequence, and the cache after it.
@@ -176,10 +178,10 @@ class KimiDeltaAttention(nnx.Module):
         """
         check.require_shape("KimiDeltaAttention", "x", x, "[B, hidden_size]", ("B", self.hidden_size))
         x = x.astype(self.dtype)
-        (q, k, v, g, beta), windows = self._operands(x[:, None], cache)
-        q, k, v, g, beta = (a[:, 0] for a in (q, k, v, g, beta))
+        operands, gate, windows = self._operands(x[:, None], cache, join=False)
+        q, k, v, g, beta = (a[:, 0] for a in operands)
         o, state = kda_step(q, k, v, g, beta, cache.state, **self._gates(), implementation=self.implementation)
-        return self._output(o, x), Cache(*windows, state)
+        return self._output(o, gate[:, 0]), Cache(*windows, state=state)
 
     def init_cache(self, batch_size: int) -> Cache:
         """The cache before the first token."""
@@ -191,21 +193,23 @@ class KimiDeltaAttention(nnx.Module):
             state=jnp.zeros((batch_size, self.num_v_heads, self.head_dim, self.head_v_dim), jnp.float32),
         )
 
-    def _sequence(self, x, cache, use_state, segment_ids=None):
+    def _sequence(self, x, cache=None, segment_ids=None):
+        """y of x, and the next cache; without a cache x begins the sequences, and what is returned for one means
+        nothing."""
         check.require_shape("KimiDeltaAttention", "x", x, "[B, T, hidden_size]", ("B", "T", self.hidden_size))
         x = x.astype(self.dtype)
-        operands, windows = self._operands(x, cache, segment_ids)
+        operands, gate, windows = self._operands(x, cache, segment_ids)
         o, state = kda(
             *operands,
-            initial_state=cache.state if use_state else None,
-            output_final_state=use_state,
+            initial_state=None if cache is None else cache.state,
+            output_final_state=cache is not None,
             **self._gates(),
             segment_ids=segment_ids,
             precision=self.precision,
             residuals=self.residuals,
             implementation=self.implementation,
         )
-        return self._output(o, x), Cache(*windows, state)  # pyright: ignore[reportArgumentType]
+        return self._output(o, gate), Cache(*windows, state=state)  # pyright: ignore[reportArgumentType]
 
     def _gates(self) -> dict[str, Any]:
         return {
@@ -218,23 +222,54 @@ class KimiDeltaAttention(nnx.Module):
             "dt_bias": self.dt_bias[...],
         }
 
-    def _operands(self, x, cache, segment_ids=None):
-        """q, k, v, g and beta of x [B, T, hidden_size], raw as the operators take them; and the next windows."""
-        q, q_window = self.q_conv(self.q_proj(x), cache.q, segment_ids)
-        k, k_window = self.k_conv(self.k_proj(x), cache.k, segment_ids)
-        v, v_window = self.v_conv(self.v_proj(x), cache.v, segment_ids)
-        g = self.f_proj[1](self.f_proj[0](x))
-        q, k, g = (a.reshape(*a.shape[:2], -1, self.head_dim) for a in (q, k, g))
-        v = v.reshape(*v.shape[:2], -1, self.head_v_dim)
-        return (q, k, v, g, self.b_proj(x)), (q_window, k_window, v_window)
+    def _operands(self, x, cache=None, segment_ids=None, join=True):
+        """Of x [B, T, hidden_size]: q, k, v, g and beta, raw as the operators take them; the inner result of the output
+        gate's projections; the next windows.
 
-    def _output(self, o, x):
+        join: whether projections of x that can be are one product. That copies their weights, which for one token takes
+        longer than the product.
+        """
+        projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)
+        cached = (None,) * 3 if cache is None else (cache.q, cache.k, cache.v)
+        outputs: list[Any] = []
+        windows: list[Any] = []
+        for group in [slice(0, 3)] if join and _can_join(projections) else [slice(i, i + 1) for i in range(3)]:
+            ys, ends = self._convolved(_product(projections[group], x), convs[group], cached[group], segment_ids)
+            outputs, windows = [*outputs, *ys], [*windows, *ends]
+        low_rank = (self.f_proj[0], self.g_proj[0], self.b_proj)
+        if join and _can_join(low_rank):
+            # Behind a barrier, or XLA makes one product of this and that of q, k and v, and then copies its parts.
+            small = _product(low_rank, lax.optimization_barrier(x))
+            f, gate, beta = jnp.split(small, _ends([p.out_features for p in low_rank]), axis=-1)
+        else:
+            f, gate, beta = (linear(x) for linear in low_rank)
+        q, k, g = (a.reshape(*a.shape[:2], -1, self.head_dim) for a in (*outputs[:2], self.f_proj[1](f)))
+        v = outputs[2].reshape(*x.shape[:2], -1, self.head_v_dim)
+        return (q, k, v, g, beta), gate, windows
+
+    def _convolved(self, x, convs, cached, segment_ids):
+        """The results of convolutions whose inputs lie next to each other in x [B, T, channels], and the last
+        conv_size - 1 inputs of each; behind those that are cached, where they are."""
+        kernel = jnp.concatenate([conv.kernel[...] for conv in convs], axis=1)
+        bias = None if convs[0].bias is None else jnp.concatenate([conv.bias[...] for conv in convs])
+        sizes, T, past = [conv.kernel[...].shape[1] for conv in convs], x.shape[1], 0
+        if cached[0] is not None:
+            x, past = jnp.concatenate([jnp.concatenate(cached, axis=-1), x], axis=1), self.conv_size - 1
+        implementation = self.implementation
+        if implementation is not None:
+            implementation = "pallas" if implementation.startswith("pallas") else "xla"
+        if T == 1:  # Less than what a kernel is launched for.
+            implementation = "xla"
+        ys = short_convolution(x, kernel, bias, sizes=sizes, segment_ids=segment_ids, implementation=implementation)
+        return [y[:, past:] for y in ys], jnp.split(x[:, T:], _ends(sizes), axis=-1)
+
+    def _output(self, o, gate):
         @recomputed
         def gated(o, gate):
             return (self.o_norm(o.astype(jnp.float32)) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
 
-        o = gated(o, self.g_proj[1](self.g_proj[0](x)).reshape(o.shape))
-        return self.o_proj(o.reshape(*x.shape[:-1], -1))
+        o = gated(o, self.g_proj[1](gate).reshape(o.shape))
+        return self.o_proj(o.reshape(*gate.shape[:-1], -1))
 
     @classmethod
     def from_fla_state_dict(
@@ -300,8 +335,7 @@ class KimiDeltaAttention(nnx.Module):
 
 
 class ShortConvolution(nnx.Module):
-    """A causal convolution over `size` tokens, each channel by itself, and a silu. Sums of shifted products: XLA makes
-    one elementwise kernel of them."""
+    """The parameters of a `short_convolution` over `size` tokens."""
 
     def __init__(self, channels: int, size: int, *, use_bias: bool, param_dtype: Any, rngs: nnx.Rngs):
         bound = size**-0.5
@@ -309,32 +343,24 @@ class ShortConvolution(nnx.Module):
         self.kernel = nnx.Param(kernel)
         self.bias = nnx.Param(jnp.zeros(channels, param_dtype)) if use_bias else nnx.data(None)
 
-    def __call__(
-        self, x: jax.Array, before: jax.Array, segment_ids: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """The result `[B, T, channels]` on x, and the last size - 1 inputs, where `before` are those before x.
 
-        Of other segments of `segment_ids` `[B, T]` nothing is seen, nor of `before` where they are given.
-        """
-        bias = None if self.bias is None else self.bias[...]
-        y = recomputed(self._convolved)(self.kernel[...], bias, before, x, segment_ids)
-        return y, jnp.concatenate([before, x], axis=1)[:, x.shape[1] :]
+def _can_join(linears: Sequence[Any]) -> bool:
+    """Whether modules in the place of projections are still those that a product with all weights can replace: there
+    may be adapters around them, or other products in them."""
+    return all(type(p) is nnx.Linear and p.bias is None and p.dot_general is lax.dot_general for p in linears)
 
-    @staticmethod
-    def _convolved(kernel, bias, before, x, segment_ids):
-        kernel, T, past = kernel.astype(jnp.float32), x.shape[1], before.shape[1]
-        x = jnp.concatenate([before, x], axis=1)
-        y = jnp.zeros((), jnp.float32)
-        for i in range(past + 1):
-            term = kernel[i] * x[:, i : i + T].astype(jnp.float32)
-            if segment_ids is not None and i < past:
-                back = min(past - i, T)
-                same = jnp.pad(segment_ids[:, back:] == segment_ids[:, : T - back], ((0, 0), (back, 0)))
-                term = jnp.where(same[..., None], term, 0.0)
-            y = y + term
-        if bias is not None:
-            y = y + bias.astype(jnp.float32)
-        return jax.nn.silu(y).astype(x.dtype)
+
+def _product(linears: Sequence[Any], x: jax.Array) -> jax.Array:
+    """What several projections make of x [B, T, hidden_size], next to each other."""
+    if len(linears) == 1:
+        return linears[0](x)
+    kernel = jnp.concatenate([linear.kernel[...].astype(x.dtype) for linear in linears], axis=1)
+    return lax.dot_general(x, kernel, (((2,), (0,)), ((), ())), precision=linears[0].precision)
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Where parts of these sizes are to be split."""
+    return np.cumsum(sizes)[:-1].tolist()
 
 
 def _to_numpy(weight: Any) -> np.ndarray:
