@@ -56,7 +56,7 @@ class Case:
 
 def cases(card: Card) -> list[Case]:
     """The calls for a card, the same in every process."""
-    found = [*_delta_rule(card), *_steps(), *_short_convolutions(), *_gemm(card), *_attention(card)]
+    found = [*_delta_rule(card), *_steps(), *_short_convolutions(), *_rms_norms(), *_gemm(card), *_attention(card)]
     found += [*_adapters(), *_bypasses(card)]
     titles = [case.title for case in found]
     repeated = {title for title in titles if titles.count(title) > 1}
@@ -200,6 +200,26 @@ def _short_convolutions() -> Iterator[Case]:
                 arrays |= {"bias": ((C,), "float32"), "segment_ids": ((B, T), "int32")}
             title = f"short_convolution{f' {what}' if what else ''} {dtype}"
             yield Case("short_convolution", title, dtype, arrays, options, fast=not what)
+
+
+# rms_norm
+
+
+def _rms_norms() -> Iterator[Case]:
+    for dtype in ("bfloat16", "float16", "float32"):
+        for what, shape, extra in (
+            ("", (8, 2048, 1024), ("residual",)),
+            ("gated", (8, 2048, 8, 128), ("gate", "gate_bias")),
+            ("gated alone", (8, 2048, 4, 256), ("gate",)),
+            ("odd", (3, ODD_TOKENS, 515), ()),
+            ("odd gated", (3, ODD_TOKENS, 3, 76), ("residual", "gate", "gate_bias")),
+            ("long", (1, ODD_TOKENS, 10240), ("residual",)),
+        ):
+            arrays: dict[str, Any] = {"x": (shape, dtype), "scale": (shape[-1:], "float32")}
+            arrays |= {name: (shape[-2:], "float32") if name == "gate_bias" else (shape, dtype) for name in extra}
+            title = f"rms_norm{f' {what}' if what else ''} {dtype}"
+            fast = what in ("", "gated")
+            yield Case("rms_norm", title, dtype, arrays, {"implementation": "pallas_triton"}, fast=fast)
 
 
 # gemm

@@ -8,6 +8,7 @@ from dormouse_jax.dispatch import interpret_kernels
 from dormouse_jax.explain import explain
 from dormouse_jax.gemm import gemm
 from dormouse_jax.kda import gdn2, kda
+from dormouse_jax.rms_norm import rms_norm
 from dormouse_jax.short_convolution import short_convolution
 from dormouse_jax.step import kda_step
 
@@ -27,5 +28,6 @@ __all__ = [
     "interpret_kernels",
     "kda",
     "kda_step",
+    "rms_norm",
     "short_convolution",
 ]

@@ -48,7 +48,7 @@ class ImportTest(absltest.TestCase):
             "gemm",
             "interpret_kernels",
         ]
-        public += ["kda", "kda_step", "short_convolution"]
+        public += ["kda", "kda_step", "rms_norm", "short_convolution"]
         self.assertEqual(names, public)
         self.assertRegex(version, r"^\d+\.\d+")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -166,13 +167,14 @@ class ImplementationTest(parameterized.TestCase):
             of_step = dormouse_jax.explain(
                 lambda state, x, c: nnx.merge(graph, state).step(x, c), state, ids()[:, 0], cache
             )
-        calls += [call for call in of_step if call.operator != "short_convolution"]  # XLA's always
+        elementwise = ("short_convolution", "rms_norm")
+        calls += [call for call in of_step if call.operator not in elementwise]  # XLA's for one token
         took = {(call.operator, call.direction.split()[0]): call.implementation for call in calls}
         name = {"pallas": "pallas_triton"}.get(implementation, implementation)
         others = "xla" if name == "recurrent" else name
         want = {("kda", "forward"): name, ("kda_step", "forward"): name, ("attention", "forward"): others}
         backward = {("kda", "backward"): name, ("attention", "backward"): others}
-        want |= {("short_convolution", direction): others for direction in ("forward", "backward")}
+        want |= dict.fromkeys(itertools.product(elementwise, ("forward", "backward")), others)
         want |= {key: x for key, x in backward.items() if x != "recurrent"}
         self.assertEqual(took, want)
         for call in calls:

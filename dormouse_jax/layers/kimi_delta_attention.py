@@ -14,6 +14,7 @@ from jax import lax
 
 from dormouse_jax import validation as check
 from dormouse_jax.kda import kda
+from dormouse_jax.rms_norm import rms_norm
 from dormouse_jax.short_convolution import short_convolution
 from dormouse_jax.step import kda_step
 
@@ -67,8 +68,8 @@ class KimiDeltaAttention(nnx.Module):
       param_dtype: of the projections and convolutions; A_log, dt_bias and the norm's weight are always float32.
       precision: of the matrix products, projections included: "fp32", "tf32" or "16bit", as in `kda`.
       residuals: what `kda` keeps for the backward, "recompute" or "save".
-      implementation: of `kda`, `kda_step` and `short_convolution`; "recurrent", "xla", "pallas", … What the last one
-        lacks of these is "xla" there, and one token's convolutions always are.
+      implementation: of `kda`, `kda_step`, `short_convolution` and `rms_norm`; "recurrent", "xla", "pallas", … What the
+        last two lack of these is "xla" there, and for one token they always are.
       rngs: `nnx.Rngs` for the initial values.
 
     Raises:
@@ -255,21 +256,25 @@ class KimiDeltaAttention(nnx.Module):
         sizes, T, past = [conv.kernel[...].shape[1] for conv in convs], x.shape[1], 0
         if cached[0] is not None:
             x, past = jnp.concatenate([jnp.concatenate(cached, axis=-1), x], axis=1), self.conv_size - 1
-        implementation = self.implementation
-        if implementation is not None:
-            implementation = "pallas" if implementation.startswith("pallas") else "xla"
-        if T == 1:  # Less than what a kernel is launched for.
-            implementation = "xla"
+        implementation = "xla" if T == 1 else elementwise(self.implementation)
         ys = short_convolution(x, kernel, bias, sizes=sizes, segment_ids=segment_ids, implementation=implementation)
         return [y[:, past:] for y in ys], jnp.split(x[:, T:], _ends(sizes), axis=-1)
 
     def _output(self, o, gate):
-        @recomputed
-        def gated(o, gate):
-            return (self.o_norm(o.astype(jnp.float32)) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
-
-        o = gated(o, self.g_proj[1](gate).reshape(o.shape))
-        return self.o_proj(o.reshape(*gate.shape[:-1], -1))
+        up, bias = self.g_proj[1], None
+        if (
+            type(up) is nnx.Linear and up.bias is not None and up.dot_general is lax.dot_general
+        ):  # The norm adds the bias, in float32.
+            axes = (((gate.ndim - 1,), (0,)), ((), ()))
+            gate = lax.dot_general(gate, up.kernel[...].astype(self.dtype), axes, precision=up.precision)
+            bias = up.bias[...].reshape(o.shape[-2:])
+        else:
+            gate = up(gate)
+        implementation = "xla" if o.ndim == 3 or o.shape[1] == 1 else elementwise(self.implementation)
+        options: dict[str, Any] = {"epsilon": self.o_norm.epsilon, "implementation": implementation}
+        scale: Any = self.o_norm.scale
+        y: Any = rms_norm(o, scale[...], gate=gate.reshape(o.shape), gate_bias=bias, **options)
+        return self.o_proj(y.reshape(*o.shape[:-2], -1))
 
     @classmethod
     def from_fla_state_dict(
@@ -332,6 +337,13 @@ class KimiDeltaAttention(nnx.Module):
             if layer.bias is not None:
                 found[f"{name}_conv1d.bias"] = (layer.bias, flat)
         return found
+
+
+def elementwise(implementation: str | None) -> str | None:
+    """The implementation of the operators that are not matrix products, from that of `kda`."""
+    if implementation is None:
+        return None
+    return "pallas" if implementation.startswith("pallas") else "xla"
 
 
 class ShortConvolution(nnx.Module):

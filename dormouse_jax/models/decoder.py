@@ -12,8 +12,9 @@ from jax import lax
 
 from dormouse_jax import validation as check
 from dormouse_jax.layers import CausalAttention, KimiDeltaAttention
-from dormouse_jax.layers.kimi_delta_attention import PROJECTIONS, recomputed
+from dormouse_jax.layers.kimi_delta_attention import PROJECTIONS, elementwise, recomputed
 from dormouse_jax.models.config import DecoderConfig
+from dormouse_jax.rms_norm import rms_norm
 
 # What is kept for the backward of a group of layers, other than its input: policies of `jax.checkpoint`.
 REMAT = {"none": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -50,7 +51,8 @@ class Decoder(nnx.Module):
 
     Args:
       config: the sizes.
-      implementation: of `kda`, `kda_step` and `attention`; `attention` takes "xla" where they take "recurrent".
+      implementation: of `kda`, `kda_step`, `short_convolution`, `rms_norm` and `attention`, which take "xla" where it
+        is one that they lack.
       residuals: of `kda`, "recompute" or "save".
       remat: what is kept of a group for the backward. "none": inputs and results of products, and what `kda` and
         `attention` keep; "dots": results of products with weights; "full": its input. With the last two, forwards of
@@ -74,6 +76,7 @@ class Decoder(nnx.Module):
     ):
         check.require_choice("Decoder", "remat", remat, tuple(REMAT))
         self.config, self.remat, self.scan_layers = config, remat, scan_layers
+        self.implementation = implementation
         # A product with one-hot rows, and not a look-up, whose gradient a GPU sums by atomics, in any order.
         self.embed = _linear(config, config.vocab_size, config.hidden_size, 1.0, rngs)
 
@@ -91,24 +94,25 @@ class Decoder(nnx.Module):
         """Logits `[B, T, vocab_size]` in float32 for the id after each of ids `[B, T]`, integers."""
         graph, weights = nnx.split(self.groups)
 
-        def group(x, weights):
-            return nnx.merge(graph, weights)(x)
+        def group(stream, weights):
+            return nnx.merge(graph, weights)(*stream)
 
         if self.remat != "none":  # In the body of a loop nothing is found to be computed twice.
             group = jax.checkpoint(group, policy=REMAT[self.remat], prevent_cse=not self.scan_layers)
 
-        def iteration(x, _):
-            x, _ = lax.scan(lambda x, weights: (group(x, weights), None), x, weights)
-            return x, None
+        def iteration(stream, _):
+            return lax.scan(lambda stream, weights: (group(stream, weights), None), stream, weights)
 
         x = self._embed(ids)
+        stream = x, jnp.zeros_like(x)  # whose sum is the residual stream: the norms add, in one pass
         if self.scan_layers:
-            x, _ = lax.scan(iteration, x, None, length=self.config.loops)
+            stream, _ = lax.scan(iteration, stream, None, length=self.config.loops)
         else:  # A scan that is unrolled stacks what the backward needs all the same.
             group = jax.jit(group)  # traced once
             for each in _unstacked(weights, self.config.num_groups) * self.config.loops:
-                x = group(x, each)
-        return self._logits(x)
+                stream = group(stream, each)
+        x, y = stream
+        return self.head(_add_and_norm(x, y, self.norm, self.implementation)[1]).astype(jnp.float32)
 
     def loss(self, ids: jax.Array) -> jax.Array:
         """The mean cross-entropy in nats of predicting each of ids `[B, T + 1]` but the first: a float32 scalar."""
@@ -160,6 +164,7 @@ class _Layer(nnx.Module):
     def __init__(self, config: DecoderConfig, mixer: str, implementation: str | None, residuals: str, rngs: nnx.Rngs):
         sizes: dict[str, Any] = {"num_heads": config.num_heads, "head_dim": config.head_dim, "dtype": config.dtype}
         self.mixer_norm, self.mlp_norm = _norm(config, rngs), _norm(config, rngs)
+        self.implementation = implementation
         if mixer == "attention":
             implementation = "xla" if implementation == "recurrent" else implementation
             self.mixer = CausalAttention(config.hidden_size, **sizes, implementation=implementation, rngs=rngs)
@@ -175,20 +180,25 @@ class _Layer(nnx.Module):
         for linear in (self.mixer.o_proj, self.down):
             linear.kernel[...] *= depth
 
-    def __call__(self, x):
-        return self._mlp(x + self.mixer(recomputed(self.mixer_norm)(x)))
+    def __call__(self, x, y):
+        """The same of what comes after: the residual stream and what is yet to be added to it."""
+        x, h = _add_and_norm(x, y, self.mixer_norm, self.implementation)
+        x, h = _add_and_norm(x, self.mixer(h), self.mlp_norm, self.implementation)
+        return x, self._mlp(h)
 
     def prefill(self, x, length):
         room = (length,) if isinstance(self.mixer, CausalAttention) else ()
         y, cache = self.mixer.prefill(self.mixer_norm(x), *room)
-        return self._mlp(x + y), cache
+        x = x + y
+        return x + self._mlp(self.mlp_norm(x)), cache
 
     def step(self, x, cache):
         y, cache = self.mixer.step(self.mixer_norm(x), cache)
-        return self._mlp(x + y), cache
+        x = x + y
+        return x + self._mlp(self.mlp_norm(x)), cache
 
-    def _mlp(self, x):
-        return x + self.down(recomputed(_swiglu)(self.gate_up(recomputed(self.mlp_norm)(x))))
+    def _mlp(self, h):
+        return self.down(recomputed(_swiglu)(self.gate_up(h)))
 
 
 class _Group(nnx.Module):
@@ -197,10 +207,10 @@ class _Group(nnx.Module):
     def __init__(self, config: DecoderConfig, implementation: str | None, residuals: str, rngs: nnx.Rngs):
         self.layers = nnx.List([_Layer(config, mixer, implementation, residuals, rngs) for mixer in config.mixers])
 
-    def __call__(self, x):
+    def __call__(self, x, y):
         for layer in self.layers:
-            x = layer(x)
-        return x
+            x, y = layer(x, y)
+        return x, y
 
     def prefill(self, x, length):
         caches = []
@@ -223,6 +233,13 @@ def _unstacked(weights: Any, num_groups: int) -> list[Any]:
     leaves, structure = jax.tree.flatten(weights)
     pieces = [[x.squeeze(0) for x in lax.split(leaf, (1,) * num_groups)] for leaf in leaves]
     return [jax.tree.unflatten(structure, group) for group in zip(*pieces, strict=True)]
+
+
+def _add_and_norm(x, y, norm: nnx.RMSNorm, implementation: str | None):
+    """(x + y, its norm)"""
+    options: dict[str, Any] = {"epsilon": norm.epsilon, "implementation": elementwise(implementation)}
+    scale: Any = norm.scale
+    return rms_norm(y, scale[...], residual=x, **options)
 
 
 def _swiglu(gate_up):
