@@ -287,6 +287,11 @@ def _kernel(
         spans = (along, walked) if axis == 0 else (walked, along)
         g = backend.load_tile(g_ref, *spans)
         operand = g.astype(dtype)
+        if multiplies:
+            # Before g is turned: that product is waited for, this one runs on to the next step where it is the last,
+            # and Triton's pipeline would load the next g over the one that it reads.
+            v = backend.load_tile(v_ref, *spans).astype(dtype)
+            total += dot(v, operand, (1, 1) if axis == 0 else (0, 0))
         if turns:
             # Rows: D^T g, of which D is transposed by what is contracted; columns: g D.
             turned = dot(D, operand, (int(transpose), 0)) if axis == 0 else dot(operand, D, (1, int(transpose)))
@@ -294,9 +299,6 @@ def _kernel(
             if has_bias:
                 turned += backend.load_tile(refs[0], (0, 1, None), along)
             backend.store_tile(refs[-1 - multiplies], *spans, turned)
-        if multiplies:
-            v = backend.load_tile(v_ref, *spans).astype(dtype)
-            total += dot(v, operand, (1, 1) if axis == 0 else (0, 0))
         return total
 
     total = lax.fori_loop(0, steps, step, jnp.zeros((size, size) if multiplies else (1, 1), jnp.float32))
