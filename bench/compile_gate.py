@@ -11,9 +11,10 @@ A program that compile_gate.json has is not compiled again, the numbers there ar
 known by a hash of what compilers would be given, of their versions and of the card. --anew compiles all of them.
 
 It fails on whatever the compiler refuses, shared memory over the card's limit included; on a call that finds no kernel
-where it did; and on more spilled bytes than compile_gate.json has for that kernel, by a tenth or 64. What it does not
-have yet is named. --record brings that file up to date, --docs the table of docs/cards.md from it. --try replaces
-fields of every configuration: what would it cost, on each card?
+where it did; on more spilled bytes than compile_gate.json has for that kernel, by a tenth or 64; and on a race that
+Triton makes of a kernel for Hopper (`bench.compile_races`). What it does not have yet is named. --record brings that
+file up to date, --docs the table of docs/cards.md from it. --try replaces fields of every configuration: what would it
+cost, on each card?
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def environment() -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "TF_CPP_VMODULE": "subprocess_compilation=3,xtile_compiler=2",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "LLVM_DISABLE_SYMBOLIZATION": "1",  # else a kernel whose passes are dumped takes seconds more
     }
 
 

@@ -12,7 +12,7 @@ from bench.compile_target import CARDS
 
 RECORD = cli.ROOT / "bench" / "compile_gate.json"
 NUMBERS = ("registers", "stores", "loads", "shared")
-FIELDS = (*NUMBERS, "program")
+FIELDS = (*NUMBERS, "program", "products")
 # Any edit moves a few registers: so much more may be spilled than is recorded.
 SLACK, SLACK_BYTES = 0.1, 64
 
@@ -87,19 +87,21 @@ def load(path: pathlib.Path = RECORD) -> dict[str, Any]:
 
 
 def programs(recorded: Found) -> dict[str, dict[str, Any]]:
-    """The kernels of a card by the hash of what was compiled, marked as recorded; without any whose records differ."""
+    """The kernels of a card by the hash of what was compiled, marked as recorded; without any whose records differ.
+    What one call's record of a program has and another's lacks is known of it."""
     found: dict[str, dict[str, Any]] = {}
     differing = set()
-    for kernels in recorded.values():
-        for x in kernels.values():
-            if "program" in x and found.setdefault(x["program"], x) != x:
-                differing.add(x["program"])
+    for x in (x for kernels in recorded.values() for x in kernels.values() if "program" in x):
+        found[x["program"]] = known = x | found.get(x["program"], {})
+        if any(known[key] != x[key] for key in x):
+            differing.add(x["program"])
     return {program: x | {"recorded": True} for program, x in found.items() if program not in differing}
 
 
 def save(document: Mapping[str, Any], path: pathlib.Path = RECORD) -> None:
     """Writes the record, a call a line: registers, bytes spilled by stores and by loads, shared memory and a hash of
-    what was compiled, of each kernel that compiles."""
+    what was compiled, of each kernel that compiles; and where it was searched for races, how many of its products run
+    beside the program."""
     lines = [
         "{",
         f' "tools": {json.dumps(document["tools"])},',

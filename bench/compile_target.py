@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,7 +97,8 @@ class Target:
         with self.in_use():
             return jax.jit(fn).lower(*avals)
 
-    def compile(self, lowered: Any) -> None:
-        """Compiles it to machine code."""
+    def compile(self, lowered: Any, dump: pathlib.Path | None = None) -> None:
+        """Compiles it to machine code. What the passes that lower a Triton kernel see goes into the folder `dump`."""
+        options = {} if dump is None else {"xla_dump_to": str(dump), "xla_dump_emitter_re": "triton-to-llvm"}
         with self.in_use():
-            lowered.compile()
+            lowered.compile(compiler_options=options)

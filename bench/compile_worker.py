@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -32,9 +33,12 @@ from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
 import dormouse_jax
+from bench import compile_races
 from bench.compile_cases import Case, cases
 from bench.compile_target import CARDS, Card, Target
 from dormouse_jax import dispatch
+from pallas_kernels import adapters as adapter_kernels
+from pallas_kernels import attention as attention_kernels
 from pallas_kernels import gemm as gemm_kernels
 from pallas_kernels import kda as kda_kernels
 
@@ -75,7 +79,7 @@ def main() -> None:
                 if key not in seen:
                     say(title=case.title, begin=name)
                     started = time.perf_counter()
-                    result = _result(target, equation, toolchain, known)
+                    result = _result(target, equation, toolchain, known, card.is_hopper)
                     seen[key] = equation, result
                     if "recorded" not in result:
                         known |= {result["program"]: result} if "program" in result else {}
@@ -138,9 +142,9 @@ def _toolchain(tools: list[str], card: Card) -> str:
     return "\n".join([*versions, card.description()])
 
 
-def _program(lowered: Any, toolchain: str) -> str:
-    """A hash of all that compilers are given: the same in every process and on every machine, whatever the files are
-    called, on whatever lines the code stands, and be the grid what it may (it is an argument of Triton's kernels)."""
+def _said(lowered: Any, toolchain: str) -> str:
+    """All that compilers are given: the same in every process and on every machine, whatever the files are called, on
+    whatever lines the code stands, and be the grid what it may (it is an argument of Triton's kernels)."""
     said, module = [toolchain], lowered.compiler_ir()
     context = module.context
 
@@ -160,7 +164,16 @@ def _program(lowered: Any, toolchain: str) -> str:
     module.operation.walk(visit)
     if len(said) == 1:
         raise ValueError("no kernel is launched")
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:PROGRAM_DIGITS]
+    return "\n".join(said)
+
+
+def _program(said: str) -> str:
+    return hashlib.sha256(said.encode()).hexdigest()[:PROGRAM_DIGITS]
+
+
+def _may_race(said: str) -> bool:
+    """Whether it is a Triton kernel that has products of matrices and loops, which a pipeline can be made of."""
+    return '"tt.dot"' in said and '"scf.for"' in said
 
 
 def programs(case: Case, tools: list[str], card: str) -> dict[str, str]:
@@ -168,7 +181,7 @@ def programs(case: Case, tools: list[str], card: str) -> dict[str, str]:
     target, toolchain = Target(CARDS[card]), _toolchain(tools, CARDS[card])
     with _chosen({}):
         kernels, _ = _launched(case, target)
-        return {name: _program(_lowered(target, equation), toolchain) for name, (_, equation) in kernels.items()}
+        return {name: _program(_said(_lowered(target, eq), toolchain)) for name, (_, eq) in kernels.items()}
 
 
 def _text(attribute: Any, context: Any) -> str:
@@ -195,17 +208,25 @@ def _lowered(target: Target, equation: Any) -> Any:
     return target.lower(launch, *(variable.aval for variable in equation.invars))
 
 
-def _result(target: Target, equation: Any, toolchain: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _result(
+    target: Target, equation: Any, toolchain: str, known: dict[str, dict[str, Any]], is_hopper: bool
+) -> dict[str, Any]:
     """What ptxas says of the kernel that an equation launches, or said when it was recorded, or what the compiler has
-    against it."""
+    against it, or what there is against what Triton made of it."""
     signal.alarm(LIMIT_S)  # ends the process
-    error, program = None, ""
+    error, program, followed, recorded = None, "", {}, None
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with _output_to(log):
             try:
                 lowered = _lowered(target, equation)
-                program = _program(lowered, toolchain)
-                if program not in known:
+                said = _said(lowered, toolchain)
+                program, may_race = _program(said), is_hopper and _may_race(said)
+                if program in known and (not may_race or "products" in known[program]):
+                    recorded = known[program]
+                elif may_race:
+                    scan = _compile_and_scan(target, lowered)
+                    followed, error = {"products": scan.products}, "; ".join(scan.races) or None
+                else:
                     target.compile(lowered)
             except Exception as raised:  # whatever the compiler says is the result
                 error = f"{type(raised).__name__}: {str(raised).strip()}"
@@ -214,14 +235,22 @@ def _result(target: Target, equation: Any, toolchain: str, known: dict[str, dict
     signal.alarm(0)
     if error is not None:
         return {"error": error[:600]}
-    if program in known:
-        return known[program]
-    said, shared = _PTXAS.search(text), _SHARED.findall(text)
-    if said is None:
+    if recorded is not None:
+        return recorded
+    numbers, shared = _PTXAS.search(text), _SHARED.findall(text)
+    if numbers is None:
         return {"error": f"ptxas did not say what the kernel takes: {text[-300:]}"}
-    stores, loads, registers = map(int, said.groups())
+    stores, loads, registers = map(int, numbers.groups())
     memory = max(map(int, shared)) if shared else _scratch_bytes(equation)
-    return {"registers": registers, "stores": stores, "loads": loads, "shared": memory, "program": program}
+    found = {"registers": registers, "stores": stores, "loads": loads, "shared": memory, "program": program}
+    return found | followed
+
+
+def _compile_and_scan(target: Target, lowered: Any) -> compile_races.Scan:
+    with tempfile.TemporaryDirectory() as folder:
+        target.compile(lowered, pathlib.Path(folder))
+        [dump] = pathlib.Path(folder).glob("*.triton-to-llvm.txt")
+        return compile_races.scan(dump.read_text())
 
 
 def _scratch_bytes(equation: Any) -> int:
@@ -252,11 +281,22 @@ def _output_to(file: Any) -> Iterator[None]:
             os.close(old)
 
 
+def _changed(config: Any, change: dict[str, Any]) -> Any:
+    """With these fields replaced if it has them all, and those of configurations in it where there are fields of it."""
+    if not change.keys() <= {field.name for field in dataclasses.fields(config)}:
+        return config
+    return dataclasses.replace(
+        config, **{name: _changed(getattr(config, name), x) if isinstance(x, dict) else x for name, x in change.items()}
+    )
+
+
 @contextlib.contextmanager
 def _chosen(change: dict[str, Any]) -> Iterator[None]:
     """Lets the dispatch choose what no GPU has run yet, since it is compiled before it runs; and replaces these fields
     of every configuration that has them all."""
-    names = [(kda_kernels, "choose_config"), (gemm_kernels, "choose_triton"), (gemm_kernels, "choose_mosaic")]
+    names = [(module, "choose_config") for module in (kda_kernels, attention_kernels)]
+    names += [(gemm_kernels, name) for name in ("choose_triton", "choose_mosaic")]
+    names += [(adapter_kernels, f"choose_{name}") for name in ("low_rank", "kronecker", "tokens", "block_diagonal")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(dispatch.UNPROVEN, clear=True))
         for module, name in names:
@@ -264,8 +304,7 @@ def _chosen(change: dict[str, Any]) -> Iterator[None]:
 
             def chosen(*args: Any, _choose: Any = choose, **kwargs: Any) -> Any:
                 config = _choose(*args, **kwargs)
-                known = {field.name for field in dataclasses.fields(config)}
-                return dataclasses.replace(config, **change) if change.keys() <= known else config
+                return _changed(config, change)
 
             stack.enter_context(mock.patch.object(module, name, chosen))
         yield

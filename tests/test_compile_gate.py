@@ -12,7 +12,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from bench import compile_gate, compile_record
+from bench import compile_gate, compile_races, compile_record
 from bench.compile_cases import cases
 from bench.compile_target import CARDS
 from tests import helpers
@@ -67,6 +67,11 @@ class RecordTest(absltest.TestCase):
         one, other = _GOOD | {"program": "1"}, _GOOD | {"program": "2"}
         recorded = {"kda": {"a": one, "b": other}, "gdn2": {"a": one, "b": other | {"shared": 1001}}}
         self.assertEqual(compile_record.programs(recorded), {"1": one | {"recorded": True}})
+        # Whether it was searched for races may be recorded of one call alone.
+        self.assertEqual(
+            compile_record.programs({"kda": {"a": one}, "gdn2": {"a": one | {"products": 2}}, "gemm": {"a": one}}),
+            {"1": one | {"products": 2, "recorded": True}},
+        )
         # As is said of calls that no kernel serves, and of kernels from before there were hashes.
         self.assertEmpty(compile_record.programs({"kda": {"": {"none": "too large"}}, "gdn2": {"a": _GOOD}}))
 
@@ -100,6 +105,86 @@ class RecordTest(absltest.TestCase):
 
     def test_the_table_of_the_docs_is_made_from_it(self):
         compile_gate.write_docs(compile_record.load(), check=True)
+
+
+def _pipeline(places, ahead, pending):
+    """A loop as Triton's pipeline makes it: copies some steps ahead into a ring, a product in flight of what it has."""
+    tile, token = "!ttg.memdesc<32x64xbf16, #shared, #smem, mutable>", "!ttg.async.token"
+    ring = tile.replace("<", f"<{places}x")
+    copies = [
+        f"""
+    %{i}0 = "arith.constant"() <{{value = {i} : i32}}> : () -> i32
+    %{i}1 = "ttg.memdesc_index"(%ring, %{i}0) : ({ring}, i32) -> {tile}
+    %{i}2 = "ttg.async_copy_global_to_local"(%tiles, %{i}1) : (tensor<32x64x!tt.ptr<bf16>>, {tile}) -> {token}"""
+        for i in range(ahead)
+    ]
+    return f"""
+// -----// IR Dump Before SCFToControlFlowPass: convert-scf-to-cf //----- //
+"builtin.module"() ({{
+  "tt.func"() <{{sym_name = "kernel"}}> ({{
+  ^bb0(%arg0: !tt.ptr<f32> [unknown], %arg1: !tt.ptr<bf16> [unknown]):
+    %first = "arith.constant"() <{{value = -1 : i32}}> : () -> i32
+    %zero = "arith.constant"() <{{value = 0 : i32}}> : () -> i32
+    %one = "arith.constant"() <{{value = 1 : i32}}> : () -> i32
+    %places = "arith.constant"() <{{value = {places} : i32}}> : () -> i32
+    %before = "arith.constant"() <{{value = {ahead - 1} : i32}}> : () -> i32
+    %sum = "arith.constant"() <{{value = dense<0.000000e+00> : tensor<64x64xf32>}}> : () -> tensor<64x64xf32>
+    %tiles = "tt.splat"(%arg1) : (!tt.ptr<bf16>) -> tensor<32x64x!tt.ptr<bf16>>
+    %ring = "ttg.local_alloc"() : () -> {ring} "load:"(#loc3){"".join(copies)}
+    %loop:3 = "scf.for"(%zero, %places, %one, %first, %before, %sum) ({{
+    ^bb0(%i: i32 "scan:"(#loc3), %taken: i32 [unknown], %filled: i32 [unknown], %total: tensor<64x64xf32> [unknown]):
+      %next = "arith.addi"(%taken, %one) : (i32, i32) -> i32
+      %around = "arith.cmpi"(%next, %places) <{{predicate = 5 : i64}}> : (i32, i32) -> i1
+      %now = "arith.select"(%around, %zero, %next) : (i1, i32, i32) -> i32
+      %tile = "ttg.memdesc_index"(%ring, %now) : ({ring}, i32) -> {tile}
+      %turned = "ttg.memdesc_trans"(%tile) <{{order = array<i32: 1, 0>}}> : ({tile}) -> {tile}
+      %product = "ttng.warp_group_dot"(%turned, %turned, %total) <{{isAsync = true}}> : ({tile}, {tile}) -> tensor<f32>
+      %waited = "ttng.warp_group_dot_wait"(%product) <{{pendings = {pending} : i32}}> : (tensor<f32>) -> tensor<f32>
+      %later = "arith.addi"(%filled, %one) : (i32, i32) -> i32
+      %over = "arith.cmpi"(%later, %places) <{{predicate = 5 : i64}}> : (i32, i32) -> i1
+      %free = "arith.select"(%over, %zero, %later) : (i1, i32, i32) -> i32
+      %place = "ttg.memdesc_index"(%ring, %free) : ({ring}, i32) -> {tile}
+      %copy = "ttg.async_copy_global_to_local"(%tiles, %place) : (tensor<32x64x!tt.ptr<bf16>>, {tile}) -> {token}
+      "scf.yield"(%now, %free, %waited) : (i32, i32, tensor<64x64xf32>) -> ()
+    }}) : (i32, i32, i32, i32, i32, tensor<64x64xf32>) -> (i32, i32, tensor<64x64xf32>)
+    "tt.return"() : () -> ()
+  }}) : () -> ()
+}}) : () -> ()
+#loc1 = /somewhere/pallas_kernels/backend_triton.py:104:11 to :26
+#loc2 = /somewhere/pallas_kernels/adapters/low_rank.py:232:12 to :48
+#loc3 = #loc1
+ at #loc2
+"""
+
+
+class RaceTest(parameterized.TestCase):
+    """Tiles that are overwritten while a product reads them, in what Triton makes of a loop."""
+
+    @parameterized.parameters(
+        (3, 2, 1),
+        (2, 1, 1),
+        (2, 2, 0),
+        (4, 2, 2),
+        (1, 1, 0),  # fmt: skip
+    )
+    def test_a_ring_with_places_for_what_is_copied_and_what_is_read_passes(self, places, ahead, pending):
+        self.assertEqual(compile_races.scan(_pipeline(places, ahead, pending)), compile_races.Scan(1, ()))
+
+    @parameterized.parameters((2, 2, 1), (1, 1, 1), (3, 3, 1), (3, 2, 2))
+    def test_a_ring_of_too_few_places_is_named(self, places, ahead, pending):
+        [race] = compile_races.scan(_pipeline(places, ahead, pending)).races
+        tile = f"a tile 32x64xbf16 in a ring of {places} (adapters/low_rank.py:232) of argument 1"
+        self.assertStartsWith(race, f"a product may read {tile} while the tile of another step is written there: make")
+
+    def test_products_that_are_waited_for_at_once_are_not_followed(self):
+        text = _pipeline(2, 2, 1).replace("isAsync = true", "isAsync = false")
+        self.assertEqual(compile_races.scan(text), compile_races.Scan(0, ()))
+
+    def test_what_it_does_not_know_is_an_error(self):
+        with self.assertRaisesRegex(ValueError, "SCFToControlFlow"):
+            compile_races.scan("// -----// IR Dump Before CSEPass")
+        with self.assertRaisesRegex(ValueError, "shared memory is not known: .*ttg.remote_copy"):
+            compile_races.scan(_pipeline(3, 2, 1).replace("ttg.memdesc_trans", "ttg.remote_copy"))
 
 
 class WorkerTest(absltest.TestCase):
@@ -243,6 +328,23 @@ class CompileTest(_CompilersTest):
         self.assertNotEmpty(lines)
         self.assertStartsWith(lines[0], f"rtx4090: {title}: gemm_triton: ")
         self.assertRegex(lines[0], r"[Ss]hared memory.*requested \d{6}, available: 101376")
+
+    def test_a_tile_that_is_loaded_over_while_a_product_reads_it_names_kernel_card_and_operand(self):
+        title, kernel = "lora.rebuild bfloat16 16bit r=64", "adapter_low_rank_backward"
+        # Where tiles of the gradient have 32 rows, dB's product takes them from registers, and dA's, in flight, reads
+        # what the next one is copied to: on an H200 a third of repeats give another dA.
+        for rows, products in ((32, None), (64, 2)):
+            change = {"backward": {"rows": rows, "cols": 256, "warps": 8, "stages": 3}}
+            found = compile_gate.compile_cases("h200", [title], threading.Event(), change=change)
+            lines = compile_record.failures({"h200": found}, {}, _LIMITS)
+            if products is None:
+                [line] = lines
+                self.assertStartsWith(line, f"h200: {title}: {kernel}: a product may read a tile 32x256xbf16 in a ring")
+                self.assertRegex(line, "of argument 2 while the tile of another step is written there: make all")
+            else:
+                self.assertEmpty(lines)
+                self.assertEqual(found[title][kernel]["products"], products)
+                self.assertNotIn("products", found[title]["adapter_low_rank_forward"])
 
 
 if __name__ == "__main__":
