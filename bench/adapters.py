@@ -277,9 +277,8 @@ def _case(row: str, precision: str, seed: int) -> Case:
 
 def jobs(wanted: Sequence[Case], impl: Sequence[str]) -> list[tuple[Case, list[Arm]]]:
     """The cases with their arms, by names and groups."""
-    known = arms()
     impl = impl or (["ours", "torch"] if device.has_gpu() else ["ours", "torch_eager", "torch_compile"])
-    picked = cli.pick_arms(impl, known, GROUPS | {"all": tuple(known)})
+    picked = cli.pick_arms(impl, arms(), GROUPS)
     return [(case, picked) for case in wanted]
 
 

@@ -201,11 +201,7 @@ def _case(name: str, preset: Preset, precision: str, causal: bool, seed: int) ->
 
 def jobs(wanted: Sequence[Case], impl: Sequence[str]) -> list[tuple[Case, list[Arm]]]:
     """The cases with their arms, by names and groups."""
-    found = []
-    for case in wanted:
-        known = arms(case.params["precision"])
-        found.append((case, cli.pick_arms(impl, known, GROUPS | {"all": tuple(known)})))
-    return found
+    return [(case, cli.pick_arms(impl, arms(case.params["precision"]), GROUPS)) for case in wanted]
 
 
 def main(argv: Sequence[str]) -> int:

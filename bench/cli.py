@@ -79,7 +79,9 @@ def choose(names: Sequence[str], known: Mapping[str, Any], flag: str) -> list[st
 
 
 def pick_arms(names: Sequence[str], known: Mapping[str, Arm], groups: Mapping[str, Sequence[str]]) -> list[Arm]:
-    """Arms by name or group. An arm named twice runs twice (`pallas,pallas#2`), to see what a tie looks like."""
+    """Arms by name or group, `all` among them. An arm named twice runs twice (`pallas,pallas#2`), to see what a tie
+    looks like."""
+    groups = {"all": tuple(known)} | dict(groups)
     out: list[Arm] = []
     for name in names:
         if name not in known and name not in groups:

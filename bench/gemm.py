@@ -230,9 +230,8 @@ def jobs(wanted: Sequence[Case], impl: Sequence[str]) -> list[tuple[Case, list[A
     found = []
     for case in wanted:
         precision = case.params["precision"]
-        known = arms(precision)
-        groups = GROUPS | {"all": tuple(known), "peer": ("xla" if precision == "16bit" else "torch",)}
-        found.append((case, cli.pick_arms(impl, known, groups)))
+        groups = GROUPS | {"peer": ("xla" if precision == "16bit" else "torch",)}
+        found.append((case, cli.pick_arms(impl, arms(precision), groups)))
     return found
 
 

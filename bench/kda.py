@@ -310,9 +310,7 @@ def main(argv: Sequence[str]) -> int:
     for case in wanted:
         if (F.precision in ("fp32", "tf32")) != (case.params["dtype"] == "float32") and F.precision:
             raise UsageError(f"--precision: {F.precision} does not go with {case.params['dtype']} inputs ({case.name})")
-    names = arms("float32", F.precision)
-    groups = GROUPS | {"all": tuple(names)}
-    jobs = [(case, cli.pick_arms(F.impl, arms(case.params["dtype"], F.precision), groups)) for case in wanted]
+    jobs = [(case, cli.pick_arms(F.impl, arms(case.params["dtype"], F.precision), GROUPS)) for case in wanted]
     return cli.measure(jobs, command="bench.kda")
 
 

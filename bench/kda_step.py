@@ -86,11 +86,9 @@ def jobs(
 ) -> list[tuple[Case, list[Arm]]]:
     """Cases by preset name (None: all that this machine can do) with their arms."""
     default = [name for name in PRESETS if name != "cpu"] if device.has_gpu() else ["cpu"]
-    found = []
-    for case in cases(cli.choose(presets or default, PRESETS, "--preset"), dtype=dtype, seed=seed):
-        known = arms(case.params["dtype"])
-        found.append((case, cli.pick_arms(impl or ["pallas", "xla", "fla"], known, GROUPS | {"all": tuple(known)})))
-    return found
+    wanted = cases(cli.choose(presets or default, PRESETS, "--preset"), dtype=dtype, seed=seed)
+    impl = impl or ["pallas", "xla", "fla"]
+    return [(case, cli.pick_arms(impl, arms(case.params["dtype"]), GROUPS)) for case in wanted]
 
 
 # ---- arms ----------------------------------------------------------------------------------------------------------

@@ -28,9 +28,7 @@ def main(argv: Sequence[str]) -> int:
     jobs = []
     for op in ("kda", "gdn2"):
         for case in kda.cases(op, [], shape=_SHAPE[gpu], dtype=F.dtype or "float32", seed=F.seed, name="quick"):
-            known = kda.arms(case.params["dtype"])
-            arms = cli.pick_arms(F.impl or _IMPL[gpu], known, kda.GROUPS | {"all": tuple(known)})
-            jobs.append((case, arms))
+            jobs.append((case, cli.pick_arms(F.impl or _IMPL[gpu], kda.arms(case.params["dtype"]), kda.GROUPS)))
     if not F.impl:  # names of KDA's arms
         precision = _PRECISIONS[F.dtype or "float32"]
         wanted = attention.cases([], shape=_ATTENTION[gpu], precision=precision, seed=F.seed, name="quick")

@@ -30,12 +30,8 @@ def _kda_jobs(op: str) -> Callable[[Sequence[str] | None], Jobs]:
             impl = ["pallas", "xla", "torch", "fla", "jla"]
         else:
             default, impl = ["cpu"], ["pallas", "xla", "recurrent", "torch"]
-        found: Jobs = []
-        for case in kda.cases(op, presets or default):
-            known = kda.arms(case.params["dtype"])
-            arms = cli.pick_arms(flags.FLAGS.impl or impl, known, kda.GROUPS | {"all": tuple(known)})
-            found.append((case, arms))
-        return found
+        impl, wanted = flags.FLAGS.impl or impl, kda.cases(op, presets or default)
+        return [(case, cli.pick_arms(impl, kda.arms(case.params["dtype"]), kda.GROUPS)) for case in wanted]
 
     return jobs
 

@@ -507,9 +507,7 @@ def main(argv: Sequence[str]) -> int:
     header = device.describe()
     gpu = header["gpu"]
     wanted = cases(F.preset or (["report", "340m"] if gpu else ["cpu"]), seed=F.seed)
-    known = arms(wanted[0])
-    groups = GROUPS | {"all": tuple(known)}
-    cli.pick_arms(F.impl, known, groups)  # Bad names are told before anything starts.
+    cli.pick_arms(F.impl, arms(wanted[0]), GROUPS)  # Bad names are told before anything starts.
     if missing := missing_packages(["jax", "flax", "optax"]):
         raise UsageError(f"the model needs {', '.join(missing)}; the extra 'train' of dormouse_jax installs it")
     console = Console(width=cli.WIDTH, highlight=False)
@@ -525,7 +523,7 @@ def main(argv: Sequence[str]) -> int:
     options = harness.Options(gpu=gpu, seed=F.seed, arm_limit=F.arm_limit, budget=F.budget, logs=logs)
     with harness.Session(options) as session:
         for case in wanted:
-            chosen, preset = cli.pick_arms(F.impl, arms(case), groups), PRESETS[case.name]
+            chosen, preset = cli.pick_arms(F.impl, arms(case), GROUPS), PRESETS[case.name]
             session.progress = bar = cli.Bar(Console(stderr=True, width=cli.WIDTH))
             steps, rounds = F.steps or preset.steps, F.rounds or (10 if gpu else 3)
             with bar.bar:

@@ -425,6 +425,7 @@ class KdaOperatorTest(parameterized.TestCase):
         self.assertEqual([a.name for a in cli.pick_arms(["pallas", "pallas"], known, {})], ["pallas", "pallas#2"])
         peers = [a.name for a in cli.pick_arms(["fla", "peers"], known, kda.GROUPS)]
         self.assertEqual(peers, ["fla_default", "fla_safe", "jla"])
+        self.assertEqual([a.name for a in cli.pick_arms(["all"], known, kda.GROUPS)], list(known))
 
 
 class DecodingTest(absltest.TestCase):
