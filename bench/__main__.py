@@ -1,7 +1,14 @@
 """`python -m bench` lists the commands."""
 
-print(
-    "python -m bench.kda | bench.train_step | bench.quick | bench.run_all --out DIR | bench.verdict DIR | "
-    "bench.gate DIR --baseline FILE | bench.plot DIR | bench.readme | bench.tune | bench.options | bench.crosscheck | "
-    "bench.compile_gate"
+import ast
+import pathlib
+
+COMMANDS = (
+    *("kda", "gemm", "attention", "adapters", "train_step", "quick", "run_all"),
+    *("verdict", "gate", "plot", "readme", "tune", "options", "crosscheck", "compile_gate"),
 )
+
+for name in COMMANDS:
+    text = ast.get_docstring(ast.parse((pathlib.Path(__file__).parent / f"{name}.py").read_text())) or ""
+    print(f"python -m bench.{name:12}  {text.splitlines()[0]}")
+print("--help after any of them lists its flags.")
