@@ -8,9 +8,10 @@
          groups: ours, torch, all (default: ours and torch; without a GPU not torch_compile_max)
 --preset names of ROW_PRECISION, a ROW for both precisions (bf16 alone without a GPU), or a set of rows: lora, loha,
          lokr, oft, lora_bypass, loha_bypass, lokr_bypass, oft_bypass, sweep, report, cpu (default: report on a GPU, cpu
-         without one). Rows: lora_OxI_rRANK and loha_OxI_rRANK; lokr_OxI_square and lokr_OxI_f8 (the smaller factors
-         as near to the larger as they can be, or 8); oft_OxI_nBLOCK (on the output side); FAMILY_bypass_tTOKENS.
-         Precisions: fp16, bf16.
+         without one), or a set at one precision: sweep_bf16. Rows: lora_OxI_rRANK and loha_OxI_rRANK; lokr_OxI_square
+         and lokr_OxI_f8 (the smaller factors as near to the larger as they can be, or 8); oft_OxI_nBLOCK (on the
+         output side); FAMILY_bypass_tTOKENS. Precisions: fp16, bf16.
+--together=80  all rows in a few minutes: compiled side by side for 80 seconds, then timed by the device's clock
 
 The base is not differentiated, as where an adapter is trained; the adapter's parameters are, and a bypass's x.
 """
@@ -131,7 +132,9 @@ class AdapterOperator(Operator):
         return array
 
     def oracle(self, case: Case, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        from torch_ref.oracle_adapters import adapter_oracle  # torch, which the workers of JAX arms do not load
+        import torch  # which the workers of JAX arms do not load
+
+        from torch_ref.oracle_adapters import adapter_oracle
 
         arrays = {name: x for name, x in inputs.items() if name != "dout"}
         return adapter_oracle(
@@ -139,6 +142,7 @@ class AdapterOperator(Operator):
             arrays,
             dout=inputs["dout"],
             wanted=self.differentiable,
+            device="cuda" if torch.cuda.is_available() else "cpu",
             **options(case, self.family),
         )
 
@@ -261,11 +265,12 @@ def cases(presets: Sequence[str], *, seed: int = 0) -> list[Case]:
     Without a GPU a case is compiled for nothing but its accuracy, and one precision has to do.
     """
     precisions = tuple(PRECISIONS) if device.has_gpu() else ("bf16",)
-    known = PRESETS | dict.fromkeys(ROWS) | dict.fromkeys(SETS)
-    pairs = []
-    for name in cli.choose(presets, known, "--preset"):
-        rows = SETS.get(name, (name,))
-        pairs += [PRESETS[name]] if name in PRESETS else [(row, p) for row in rows for p in precisions]
+    known = {name: [pair] for name, pair in PRESETS.items()}
+    for name, rows in {**{row: (row,) for row in ROWS}, **SETS}.items():
+        known[name] = [(row, precision) for row in rows for precision in precisions]
+    for name, rows in SETS.items():
+        known |= {f"{name}_{precision}": [(row, precision) for row in rows] for precision in PRECISIONS}
+    pairs = [pair for name in cli.choose(presets, known, "--preset") for pair in known[name]]
     return [_case(row, precision, seed) for row, precision in dict.fromkeys(pairs)]
 
 

@@ -15,8 +15,9 @@ from absl import app, flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from bench import device, harness, report, results
+from bench import device, families, harness, report, results
 from bench.spec import MODE_TITLES, Arm, Case, UsageError
+from bench.together import Together
 
 FLAGS = flags.FLAGS
 WIDTH = 120
@@ -40,6 +41,12 @@ def define(*, impl: str, preset: str, mode: str = "fwd,fwdbwd") -> None:
     flags.DEFINE_bool("warm", True, "Time with a warm L2 (GPU).")
     flags.DEFINE_integer(
         "repeats", 0, "Calls of each arm of ours and mode that must equal the first bit for bit.", lower_bound=0
+    )
+    flags.DEFINE_float(
+        "together",
+        None,
+        "Compile all cases first, side by side, for at most these seconds, then time them: quick where they are many.",
+        lower_bound=1,
     )
     flags.DEFINE_bool("kernels", False, "List every arm's kernels with their times.")
     flags.DEFINE_string("logs", None, "Folder that keeps the workers' logs.")
@@ -191,14 +198,19 @@ def measure(
     report.print_header(console, document)
     if len(todo) < len(jobs):
         console.print(f"{path}: {len(jobs) - len(todo)} of {len(jobs)} cases are done", markup=False)
-    interrupted = False
-    with harness.Session(options) as session:
-        for case, arms in todo:
+    interrupted, together = False, FLAGS.together
+    batches = [todo] if together and todo else [[job] for job in todo]
+    with Together(options) if together else harness.Session(options) as session:
+        for batch in batches:
             bar = Bar(Console(stderr=True, width=WIDTH))
             session.progress = bar
             with bar.bar:
                 try:
-                    rows = session.measure(case, arms, wanted[case.key])
+                    if isinstance(session, Together):
+                        rows = session.measure_all([(case, arms, wanted[case.key]) for case, arms in batch], together)
+                    else:
+                        ((case, arms),) = batch
+                        rows = session.measure(case, arms, wanted[case.key])
                 except harness.Interrupted as stop:
                     rows, interrupted = stop.rows, True
             if document["rooflines"] is None and session.probed:
@@ -210,7 +222,10 @@ def measure(
             document["device"]["state_after"] = device.state() if gpu else {}
             if path:
                 results.save(path, document)
-            report.print_tables(console, rows, gpu)
+            if together:
+                families.print_table(console, rows)
+            else:
+                report.print_tables(console, rows, gpu)
             if FLAGS.kernels:
                 report.print_kernels(console, rows)
             if interrupted:

@@ -11,7 +11,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # importing a framework and waking a device up
 SLOW_S = 0.25  # a call longer than this gets fewer rounds, cold and wall only
 SLOW_ROUNDS = 3
-_TOO_LATE = "the time budget was spent before its turn"
+TOO_LATE = "the time budget was spent before its turn"
 TUNER_LIMIT_S = 600.0  # set-up of an arm that tunes itself on first call
 
 
@@ -62,6 +62,8 @@ class _Run:
 
     arm: Arm
     mode: str
+    worker: str  # the name of the one that runs it
+    key: str = ""  # of its runtime in a worker that holds many
     reason: str = ""  # why it was not measured, once that is known
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     errors: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -140,15 +142,7 @@ class Session:
         """All rows of one case, in these modes instead of the options'. Whatever an arm does, there is a row for it;
         Ctrl-C keeps what has enough rounds."""
         op = operator(case.op)
-        runs = [_Run(arm, mode) for arm in arms for mode in modes or self.options.modes]
-        for run in runs:
-            absent = missing_packages(run.arm.requires)
-            if absent:
-                run.reason = f"not installed: {', '.join(absent)}"
-            elif run.mode not in run.arm.modes:
-                run.reason = f"this arm has no {run.mode}"
-            elif self.left() <= 0:
-                run.reason = _TOO_LATE
+        runs = [self._run(arm, mode, arm.name) for arm in arms for mode in modes or self.options.modes]
         interrupted = False
         try:
             if any(run.open for run in runs):
@@ -166,6 +160,17 @@ class Session:
         if interrupted:
             raise Interrupted(rows)
         return rows
+
+    def _run(self, arm: Arm, mode: str, worker: str, key: str = "") -> _Run:
+        run = _Run(arm, mode, worker, key)
+        absent = missing_packages(arm.requires)
+        if absent:
+            run.reason = f"not installed: {', '.join(absent)}"
+        elif mode not in arm.modes:
+            run.reason = f"this arm has no {mode}"
+        elif self.left() <= 0:
+            run.reason = TOO_LATE
+        return run
 
     def _measure(self, op: Operator, case: Case, runs: list[_Run]) -> None:
         self.progress.stage(f"{case.op} {case.name}: inputs", 0)
@@ -209,7 +214,7 @@ class Session:
         for run in runs:
             if run.open:
                 self._check(op, case, run, reference)
-        self._rounds(case, [run for run in runs if run.open])
+        self._rounds(f"{case.op} {case.name}", [[run for run in runs if run.open]])
         self._repeat(case, [run for run in runs if run.open])
         for worker in self.workers.values():
             if worker.alive:
@@ -221,7 +226,7 @@ class Session:
         limit = min(TUNER_LIMIT_S if arm.exclusive else self.options.arm_limit, max(1.0, self.left()))
         try:
             if self.left() <= 0:
-                raise WorkerError(_TOO_LATE)
+                raise WorkerError(TOO_LATE)
             worker = self.worker(arm.name)
             info = worker.ask("case", limit, case=case.to_json(), arm=arm.to_json(), inputs=str(inputs))
         except WorkerError as error:
@@ -232,7 +237,7 @@ class Session:
         for run in mine:
             try:
                 if self.left() <= 0:
-                    raise WorkerError(_TOO_LATE)
+                    raise WorkerError(TOO_LATE)
                 if not worker.alive:
                     break  # what is still open gets a fresh worker
                 run.info = {**info, **worker.ask("prepare", limit, mode=run.mode)}
@@ -296,22 +301,12 @@ class Session:
     def _check(self, op: Operator, case: Case, run: _Run, reference: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Errors against the oracle; `run.wrong` says what is off."""
         dumped = self._dumped(case, run)
-        failures = []
-        for name in op.tensors(run.mode):
-            error = stats.Error()
-            try:
-                for index, want in enumerate(reference):
-                    error.add(load_arrays(dumped / f"part{index}", [name])[name], want[name])
-            except (KeyError, ValueError, OSError) as problem:
-                run.wrong = f"{name}: {problem}"
-                return
-            bar = op.bar(case, run.arm, name) * (1.0 if run.arm.ours else stats.PEER_SLACK)
-            run.errors[name] = {**error.result(op.tensor_dtype(case, name)), "bar": bar}
-            if not run.errors[name]["rms"] <= bar:
-                found = run.errors[name]
-                text = f"{found['nonfinite']} not finite" if found["nonfinite"] else f"{found['rms']:.1e} > {bar:.0e}"
-                failures.append(f"{name} {text}")
-        run.wrong = ", ".join(failures)
+
+        def parts(name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for index, want in enumerate(reference):
+                yield load_arrays(dumped / f"part{index}", [name])[name], want[name]
+
+        run.errors, run.wrong = accuracy(op, case, run.arm, run.mode, parts)
         shutil.rmtree(dumped, ignore_errors=True)
 
     # ---- timing ----
@@ -331,25 +326,28 @@ class Session:
         enough = min(self._wanted(run), self.options.min_rounds)
         return any(len(x) >= enough for x in run.samples.values())
 
-    def _rounds(self, case: Case, runs: list[_Run]) -> None:
+    def _rounds(self, title: str, groups: Sequence[list[_Run]]) -> None:
+        """Round by round, group by group: the arms and modes of a group one after the other in random order."""
+        runs = [run for group in groups for run in group]
         for run in runs:
             if run.info.get("cold_error"):
                 run.off.add("device_cold")
                 run.notes.append(f"no cold time: {run.info['cold_error']}")
         total = sum(self._wanted(run) for run in runs)
-        self.progress.stage(f"{case.op} {case.name}: rounds", total)
+        self.progress.stage(f"{title}: rounds", total)
         for index in range(self.options.rounds):
-            order = [run for run in runs if run.open and index < self._wanted(run)]
-            self.random.shuffle(order)
-            for run in order:
-                if not run.open:  # its worker died in this very round
-                    continue
-                if self.left() <= 0:
-                    if not self._enough(run):
-                        run.reason = f"the time budget was spent after {index} of {self._wanted(run)} rounds"
-                    continue
-                self._sample(run, index, runs)
-                self.progress.step(f"{run.arm.name} {run.mode}")
+            for group in groups:
+                order = [run for run in group if run.open and index < self._wanted(run)]
+                self.random.shuffle(order)
+                for run in order:
+                    if not run.open:  # its worker died in this very round
+                        continue
+                    if self.left() <= 0:
+                        if not self._enough(run):
+                            run.reason = f"the time budget was spent after {index} of {self._wanted(run)} rounds"
+                        continue
+                    self._sample(run, index, runs)
+                    self.progress.step(f"{run.arm.name} {run.mode}")
 
     def _repeat(self, case: Case, runs: list[_Run]) -> None:
         """Same inputs, same bits: an arm of ours that differs from itself is WRONG. Others make no such promise."""
@@ -372,16 +370,16 @@ class Session:
             self.progress.step(f"{run.arm.name} {run.mode}")
 
     def _sample(self, run: _Run, index: int, runs: list[_Run]) -> None:
-        worker = self.workers[run.arm.name]
+        worker = self.workers[run.worker]
         wall = max(run.info.get("wall_s", 0.0), 1e-6)
         n = min(10, max(1, int(0.02 / wall)))
         for clock in self._clocks(run):
             try:
-                got = worker.ask("sample", 60 + 20 * n * wall, mode=run.mode, what=clock, n=n)
+                got = worker.ask("sample", 60 + 20 * n * wall, mode=run.mode, what=clock, n=n, key=run.key)
             except WorkerError as error:
                 if error.dead:
                     for other in runs:
-                        if other.arm is run.arm and other.open:
+                        if other.worker == run.worker and other.open:
                             other.reason = f"round {index + 1}: {error}"
                     return
                 run.off.add(clock)
@@ -463,6 +461,33 @@ class Interrupted(Exception):
     def __init__(self, rows: list[dict[str, Any]]):
         super().__init__("interrupted")
         self.rows = rows
+
+
+def accuracy(
+    op: Operator,
+    case: Case,
+    arm: Arm,
+    mode: str,
+    parts: Callable[[str], Iterable[tuple[np.ndarray, np.ndarray]]],
+) -> tuple[dict[str, dict[str, float]], str]:
+    """Errors of every tensor of a mode, and what is wrong with them, or "".
+
+    parts: by a tensor's name, what the arm gave and the reference, part by part.
+    """
+    errors, failures = {}, []
+    for name in op.tensors(mode):
+        error = stats.Error()
+        try:
+            for got, want in parts(name):
+                error.add(got, want)
+        except (KeyError, ValueError, OSError) as problem:
+            return errors, f"{name}: {problem}"
+        bar = op.bar(case, arm, name) * (1.0 if arm.ours else stats.PEER_SLACK)
+        found = errors[name] = {**error.result(op.tensor_dtype(case, name)), "bar": bar}
+        if not found["rms"] <= bar:
+            text = f"{found['nonfinite']} not finite" if found["nonfinite"] else f"{found['rms']:.1e} > {bar:.0e}"
+            failures.append(f"{name} {text}")
+    return errors, ", ".join(failures)
 
 
 def _lanes(

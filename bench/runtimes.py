@@ -9,6 +9,7 @@ them. Times are milliseconds, sizes bytes. `sample(what)` means
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -195,24 +196,7 @@ class JaxRuntime(Runtime):
     def _compiled_flush(self) -> Any:
         """A program of one kernel that writes 4x the L2. What is launched after it, on the same stream, starts cold."""
         if self.flush is None:
-            import jax.numpy as jnp
-            from jax.experimental import pallas as pl
-            from jax.experimental.pallas import triton as pltr
-
-            size = flush_elements(device.l2_bytes())
-
-            def body(out_ref):
-                out_ref[...] = jnp.full((_FLUSH_BLOCK,), pl.program_id(0), jnp.float32)
-
-            flush = pl.pallas_call(
-                body,
-                grid=(size // _FLUSH_BLOCK,),
-                out_specs=pl.BlockSpec((_FLUSH_BLOCK,), lambda i: (i,)),
-                out_shape=self.jax.ShapeDtypeStruct((size,), jnp.float32),
-                compiler_params=pltr.CompilerParams(num_warps=8, num_stages=1),
-                name=FLUSH_NAME,
-            )
-            self.flush = self.jax.jit(flush).lower().compile()
+            self.flush = _jax_flush()
         return self.flush
 
     def prepare(self, mode: str) -> dict[str, Any]:
@@ -301,6 +285,29 @@ class JaxRuntime(Runtime):
         return {"ms": [sum(ms for _, ms in call) for call in calls], "kernels": tally(calls[0])}
 
 
+@functools.cache
+def _jax_flush() -> Any:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as pltr
+
+    size = flush_elements(device.l2_bytes())
+
+    def body(out_ref):
+        out_ref[...] = jnp.full((_FLUSH_BLOCK,), pl.program_id(0), jnp.float32)
+
+    flush = pl.pallas_call(
+        body,
+        grid=(size // _FLUSH_BLOCK,),
+        out_specs=pl.BlockSpec((_FLUSH_BLOCK,), lambda i: (i,)),
+        out_shape=jax.ShapeDtypeStruct((size,), jnp.float32),
+        compiler_params=pltr.CompilerParams(num_warps=8, num_stages=1),
+        name=FLUSH_NAME,
+    )
+    return jax.jit(flush).lower().compile()
+
+
 class _OneAfterTheOther:
     """A compiled function whose every call takes the next of some arguments, and launches `first` before it.
 
@@ -370,8 +377,6 @@ class TorchRuntime(Runtime):
         self.gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.gpu else "cpu")
         self.compiles = "compile" in arm.options
-        if self.compiles:
-            torch._dynamo.reset()  # nothing that an earlier case compiled may serve this one
         self.flush_name = ""
         if self.gpu:
             torch.cuda.set_device(0)
@@ -379,8 +384,7 @@ class TorchRuntime(Runtime):
             total = torch.cuda.get_device_properties(0).total_memory
             limit = float(os.environ.get("BENCH_MEMORY_LIMIT", 100e9))
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-            # float64, so that the fill kernel's name differs from anything an arm launches.
-            self.scratch = torch.empty(flush_elements(device.l2_bytes()) // 2, dtype=torch.float64, device="cuda")
+            self.scratch = _torch_scratch()
         super().__init__(operator, case, arm, inputs)
 
     def put(self, array: np.ndarray) -> Any:
@@ -528,6 +532,14 @@ class TorchRuntime(Runtime):
         if not any(calls):
             raise Unsupported("the profiler recorded no kernels")
         return {"ms": [sum(ms for _, ms in call) for call in calls], "kernels": tally(calls[0])}
+
+
+@functools.cache
+def _torch_scratch() -> Any:
+    import torch
+
+    # float64, so that the fill kernel's name differs from anything an arm launches.
+    return torch.empty(flush_elements(device.l2_bytes()) // 2, dtype=torch.float64, device="cuda")
 
 
 def torch_kernels(body: Callable[[], Any]) -> list[tuple[str, int, float]]:

@@ -6,6 +6,7 @@ nothing a library prints can spoil the protocol. The parent closing stdin, or dy
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import gc
 import json
@@ -14,17 +15,23 @@ import pathlib
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 # Heavy imports happen inside the requests, where a failure becomes a row with its reason.
 from bench import device, runtimes
+from bench.harness import TOO_LATE, accuracy
 from bench.spec import Arm, Case, load_arrays, operator, save_arrays
+
+REFERENCE_S = 20.0  # how long a reference may come after the last moment to begin
 
 
 class Worker:
     def __init__(self) -> None:
         self.runtime: runtimes.Runtime | None = None
         self.trainer: Any = None
+        self.held: dict[str, runtimes.Runtime] = {}
 
     def init(self, framework: str, gpu: bool) -> dict[str, Any]:
         """Imports the framework and wakes its device up, so that this can overlap with other workers' start.
@@ -80,9 +87,66 @@ class Worker:
             save_arrays(pathlib.Path(folder) / f"part{index}", slices)
         return {}
 
-    def sample(self, mode: str, what: str, n: int) -> dict[str, Any]:
-        assert self.runtime is not None
-        return self.runtime.sample(mode, what, n)
+    def sample(self, mode: str, what: str, n: int, key: str = "") -> dict[str, Any]:
+        runtime = self.held[key] if key else self.runtime
+        assert runtime is not None
+        return runtime.sample(mode, what, n)
+
+    def hold(self, jobs: list[dict[str, Any]], until: float, threads: int = 1, nice: int = 0) -> dict[str, Any]:
+        """Prepares many arms on many cases, to be sampled by their keys, and holds them to the reference.
+
+        jobs: {"key", "case", "arm", "modes"; "inputs", "reference": folders that others fill meanwhile}. until: seconds
+        of the epoch after which none is begun. threads: how many are compiled side by side. Returns by key and mode
+        either "info" of `prepare`, "errors" and what is "wrong", or the "reason" why there is nothing to sample.
+        """
+        os.nice(nice)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            import torch._dynamo
+
+            torch.set_num_threads(1)
+            # The cases' functions have one code object in common, which past a limit is not compiled any more.
+            torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
+        if threads == 1:
+            found = [self._hold(job, until) for job in jobs]
+        else:
+            with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+                found = list(pool.map(lambda job: self._hold(job, until), jobs))
+        return {job["key"]: modes for job, modes in zip(jobs, found, strict=True)}
+
+    def _hold(self, job: dict[str, Any], until: float) -> dict[str, Any]:
+        case, arm = Case.from_json(job["case"]), Arm.from_json(job["arm"])
+        op, found = operator(case.op), {}
+        for mode in job["modes"]:
+            try:
+                runtime = self.held.get(job["key"])
+                if runtime is None:
+                    _wait_for(pathlib.Path(job["inputs"]) / "index.json", until)
+                    inputs = load_arrays(pathlib.Path(job["inputs"]))
+                    runtime = runtimes.RUNTIMES[arm.framework](op, case, arm, inputs)
+                    self.held[job["key"]] = runtime
+                if time.time() > until:
+                    raise runtimes.Unsupported(TOO_LATE)
+                info = {"note": runtime.built.note, "tune_s": runtime.built.tune_s, **runtime.prepare(mode)}
+                errors, wrong = self._accuracy(runtime, mode, pathlib.Path(job["reference"]), until + REFERENCE_S)
+                found[mode] = {"info": info, "errors": errors, "wrong": wrong}
+            except Exception as error:
+                if not isinstance(error, (runtimes.Unsupported, NotImplementedError)):
+                    traceback.print_exc()
+                found[mode] = {"reason": runtimes.one_line(error)}
+        return found
+
+    def _accuracy(self, runtime: runtimes.Runtime, mode: str, reference: pathlib.Path, until: float) -> Any:
+        _wait_for(reference / "done", until)
+        op, case = runtime.operator, runtime.case
+        outputs = {name: runtime.whole(x) for name, x in runtime.outputs(mode).items()}
+
+        def parts(name: str) -> Iterator[tuple[Any, Any]]:
+            for index, part in enumerate(op.subset(case)):
+                want = load_arrays(reference / f"part{index}", [name])[name]
+                yield runtime.to_numpy(op.take(case, name, outputs[name], part)), want
+
+        return accuracy(op, case, runtime.arm, mode, parts)
 
     def repeat(self, mode: str, n: int) -> dict[str, Any]:
         assert self.runtime is not None
@@ -121,10 +185,14 @@ class Worker:
 
     def release(self) -> dict[str, Any]:
         self.runtime = self.trainer = None
+        self.held = {}
         gc.collect()
         torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if torch is not None:
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()  # nothing that an earlier case compiled may serve the next
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         jax = sys.modules.get("jax")
         if jax is not None:
             jax.clear_caches()
@@ -150,6 +218,16 @@ class Worker:
         return {**roofline.probe(kind), "l2_bytes": None if kind == "numpy" else device.l2_bytes()}
 
 
+def _wait_for(path: pathlib.Path, until: float) -> None:
+    failed = path.with_name("failed")
+    while not path.exists():
+        if failed.exists():
+            raise runtimes.Unsupported(f"no reference: {failed.read_text()}")
+        if time.time() > until:
+            raise runtimes.Unsupported(TOO_LATE)
+        time.sleep(0.05)
+
+
 def serve(requests: TextIO, replies: TextIO) -> None:
     worker = Worker()
     for line in requests:
@@ -160,8 +238,6 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         except (runtimes.Unsupported, NotImplementedError) as error:
             reply["error"] = runtimes.one_line(error)
         except Exception as error:  # any failure of an arm is a row, never the end of the run
-            import traceback
-
             traceback.print_exc()
             reply["error"] = runtimes.one_line(error)
         replies.write(json.dumps(reply) + "\n")

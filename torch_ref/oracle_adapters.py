@@ -44,7 +44,7 @@ def _lokr(x: Tensors, *, scale: float) -> torch.Tensor:
 
 def _oft(x: Tensors, *, side: str, neumann: bool = False) -> torch.Tensor:
     P = x["P"]
-    eye = torch.eye(P.shape[1], dtype=P.dtype)
+    eye = torch.eye(P.shape[1], dtype=P.dtype, device=P.device)
     Q = P - P.mT
     if neumann:
         R = eye + 2 * Q + 2 * Q @ Q + 2 * Q @ Q @ Q + Q @ Q @ Q @ Q
@@ -52,7 +52,7 @@ def _oft(x: Tensors, *, side: str, neumann: bool = False) -> torch.Tensor:
         R = (eye + Q) @ torch.linalg.inv(eye - Q)
     rotation = torch.block_diag(*R)
     # Without a layer's weight the operator rotates what it is given.
-    base = x["base"] if "base" in x else torch.eye(rotation.shape[0], dtype=P.dtype)
+    base = x["base"] if "base" in x else torch.eye(rotation.shape[0], dtype=P.dtype, device=P.device)
     return rotation.T @ base if side == "output" else base @ rotation.T
 
 
@@ -60,7 +60,13 @@ _WEIGHTS = {"lora": _lora, "loha": _loha, "lokr": _lokr, "oft": _oft}
 
 
 def adapter_oracle(
-    operator: str, arrays: Mapping[str, Any], *, dout: Any = None, wanted: Any = None, **options: Any
+    operator: str,
+    arrays: Mapping[str, Any],
+    *,
+    dout: Any = None,
+    wanted: Any = None,
+    device: str = "cpu",
+    **options: Any,
 ) -> dict[str, np.ndarray]:
     """float64 results by name: out, and with its cotangent `dout` the gradients, "d" and the array's name.
 
@@ -70,10 +76,15 @@ def adapter_oracle(
         LoKr factor that is a product as W1a, W1b; None for one that is not given.
       dout: the cotangent of out; None for no gradients.
       wanted: names of the arrays whose gradients are computed; all by default.
+      device: where it is computed.
       options: the operator's: alpha, rank_stabilized, detach_norm; scale; side, neumann.
     """
     family, form = operator.split(".")
-    x = {n: torch.from_numpy(np.asarray(a).astype(np.float64)) for n, a in arrays.items() if a is not None}
+
+    def put(array: Any) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(array).astype(np.float64)).to(device)
+
+    x = {n: put(a) for n, a in arrays.items() if a is not None}
     names = list(x) if wanted is None else list(wanted)
     if dout is not None:
         for name in names:
@@ -82,9 +93,8 @@ def adapter_oracle(
     if form == "bypass":
         out = x["x"] @ out.T
         out = out + x["bias"] if "bias" in x else out
-    found = {"out": out.detach().numpy()}
+    found = {"out": out.detach().cpu().numpy()}
     if dout is not None:
-        cotangent = torch.from_numpy(np.asarray(dout).astype(np.float64))
-        grads = torch.autograd.grad(out, [x[name] for name in names], cotangent)
-        found |= {f"d{name}": grad.numpy() for name, grad in zip(names, grads, strict=True)}
+        grads = torch.autograd.grad(out, [x[name] for name in names], put(dout))
+        found |= {f"d{name}": grad.cpu().numpy() for name, grad in zip(names, grads, strict=True)}
     return found
