@@ -30,7 +30,7 @@ from pallas_kernels.kda.raw import sigmoid
 
 MAX_DIM = 16384
 _OF_WARP = 1024  # numbers that a warp holds of each of some arrays; half as many with a gate, which brings more
-_WARPS = 2048  # at least, where there are as many rows: sixteen for every multiprocessor of an H200
+_WARPS = 1452  # at most, where that is enough: eleven for every multiprocessor of an H200, which holds twelve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,8 @@ def choose_config(*, rows: int, groups: int, dim: int, gated: bool) -> Config:
         raise ValueError(f"rows must have at most {MAX_DIM} numbers, got {dim}")
     held, width = _OF_WARP // 2 if gated else _OF_WARP, bt.ceil_pow2(dim)
     taken, warps = max(1, held // width), min(16, max(1, width // held))
-    return Config(taken, turns=min(64, max(1, rows * groups * warps // (taken * _WARPS))), warps=warps)
+    turns = -(-rows * groups * warps // (taken * _WARPS))
+    return Config(taken, turns=min(64, turns), warps=warps)
 
 
 def _tiles(rows: int, dim: int, config: Config):
