@@ -2,10 +2,10 @@
 
     python -m bench.readme [--results bench/results] [--check]
 
-The tables are the verdict's: losses first. Three folders get tables of their own: `ports`, what took part in an earlier
-run only, such as the PyTorch port, whose compiler takes minutes; `train_step`, the results of `bench.train_step`; and
-`training`, the logs of `dormouse_jax.train`, each with its plot beside it. --check writes nothing and fails when the
-README is not up to date.
+The tables are the verdict's: losses first; of adapters, whose cases are many, the means. Three folders get tables of
+their own: `ports`, what took part in an earlier run only, such as the PyTorch port, whose compiler takes minutes;
+`train_step`, the results of `bench.train_step`; and `training`, the logs of `dormouse_jax.train`, each with its plot
+beside it. --check writes nothing and fails when the README is not up to date.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 
 from absl import flags
 
-from bench import cli, report, results, stats, train_step
+from bench import cli, families, report, results, stats, train_step
 from bench.plot import LABELS
 from bench.spec import MODE_TITLES, OPERATORS, UsageError
-from bench.verdict import base, families, verdicts
+from bench.verdict import base, verdicts
+from bench.verdict import families as by_family
 from dormouse_jax.training import log
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 Documents = Sequence[tuple[pathlib.Path, Mapping[str, Any]]]
+_ADAPTERS = tuple(op for op, target in OPERATORS.items() if target.startswith("bench.adapters:"))
 _SHOWN = ("python", "jax", "torch", "triton", "fla-core", "jax-linear-attention")
 
 
@@ -62,10 +64,13 @@ def markdown(
             "",
         ]
         for op in [op for op in OPERATORS if any(entry["row"]["op"] == op for entry in mine)]:
-            lines += _table(op, [entry for entry in mine if entry["row"]["op"] == op])
+            if op not in _ADAPTERS:
+                lines += _table(op, [entry for entry in mine if entry["row"]["op"] == op])
+        lines += _means([row for doc in chosen for row in doc["rows"] if row["op"] in _ADAPTERS])
     for path, document in ports:
         lines += _ports(path, document)
     figures = [p for path, _ in documents for p in sorted(path.parent.glob("*_time.png"))]
+    figures = [p for p in figures if not p.name.startswith(_ADAPTERS)]
     for figure in dict.fromkeys(figures):
         lines += [f"![{figure.stem.replace('_', ' ')}]({figure.relative_to(root).as_posix()})", ""]
     for path, document in steps:
@@ -74,6 +79,14 @@ def markdown(
     files = ", ".join(f"`{path.relative_to(root).as_posix()}`" for path, _ in documents)
     lines += [f"From {files} by `python -m bench.readme`; raw samples are in there."]
     return "\n".join(lines)
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of adapters, a line a family and mode."""
+    if not rows:
+        return []
+    cells = [families.COLUMNS, ("---",) * len(families.COLUMNS), *families.table(rows)]
+    return [f"Adapters. {families.LEGEND}", "", *(f"| {' | '.join(line)} |" for line in cells), ""]
 
 
 def _ports(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
@@ -186,7 +199,7 @@ def _table(op: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
         *map(_line, entries),
         "",
     ]
-    for (_, mode), family in families(entries).items():
+    for (_, mode), family in by_family(entries).items():
         if family["ratios"]:
             ratio, case = family["worst"]
             lines.append(

@@ -284,6 +284,15 @@ class FilesTest(parameterized.TestCase):
         for part in ("NVIDIA Test", "2026-01-01", "jax 0.11.2", "FLA safe_gate", "FASTER", "kda.json", "1.0e-7"):
             self.assertIn(part, text)
 
+    def test_the_readme_has_adapters_as_means_of_their_cases(self):
+        names = {"op": "lora_bypass", "params": {"dtype": "bfloat16"}}
+        rows = [row(arm, noisy(ms), case=c, **names) for c in "ab" for arm, ms in {"pallas": 1, "xla": 3}.items()]
+        path = self.save("adapters.json", rows)
+        (path.parent / "lora_bypass_time.png").touch()
+        text = readme.markdown([(path, results.load(path))], self.folder)
+        self.assertIn("| lora_bypass bf16 | fwd+bwd | 2 | - | - | - | 3.00 | 3.00 | - | - | - |\n", text)
+        self.assertNotIn("png", text)
+
     def test_the_readme_has_logs_of_training(self):
         start = {"run": {"steps": 20, "batch_size": 2, "sequence_length": 8}, "entropies": {"unigram": 3, "bigram": 2}}
         start |= {"parameters": 1500000, "devices": ["GPU", "GPU"]}
