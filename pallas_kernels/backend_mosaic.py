@@ -292,9 +292,9 @@ def multiply(total: Any, a: Any, b: Any) -> None:
     plgpu.wgmma(total, a, b)
 
 
-def wait_products(*, running: int = 0) -> None:
-    """Waits until at most `running` of the products that this warpgroup has started are unfinished."""
-    plgpu.wgmma_wait(running)
+def wait_products() -> None:
+    """Waits for the products that this warpgroup has started."""
+    plgpu.wgmma_wait(0)
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:

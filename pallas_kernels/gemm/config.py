@@ -110,8 +110,7 @@ class TritonConfig:
 class MosaicConfig:
     """How the Hopper kernel is cut and launched.
 
-    A block has one warpgroup that copies operands in and two that multiply. These share a tile, each with half of the
-    rows (cooperative), or take tiles in turn (ping-pong), so that one multiplies while the other writes its result out.
+    A block has one warpgroup that copies operands in and two that multiply; each of the two holds half of the rows.
 
     Attributes:
       tile_m, tile_n: rows and columns of the output tile of one block.
@@ -124,7 +123,6 @@ class MosaicConfig:
       split: into how many parts the contraction is split, added up afterwards in a fixed order: for outputs of too few
         tiles to fill the card.
       blocks: how many blocks run at a time, a multiple of the cluster's size: one a multiprocessor.
-      pingpong: whether the warpgroups take tiles in turn; not for float32-accurate products, which have two sums.
     """
 
     tile_m: int = 128
@@ -135,7 +133,6 @@ class MosaicConfig:
     fold: int = 4
     split: int = 1
     blocks: int = DEFAULT_CORES
-    pingpong: bool = False
 
     def __post_init__(self):
         if self.tile_m not in (128, 256):
@@ -143,10 +140,8 @@ class MosaicConfig:
         if self.tile_n not in (64, 128, 160, 192, 256):
             raise ValueError(f"tile_n must be 64, 128, 160, 192 or 256, got {self.tile_n}")
         # A thread holds that many sums, of 232 registers.
-        if self.rows * self.tile_n > 192 * 128:
-            raise ValueError(
-                f"a warpgroup can hold 24576 sums, got {self.rows} x {self.tile_n} (pingpong={self.pingpong})"
-            )
+        if self.tile_m // 2 * self.tile_n > 192 * 128:
+            raise ValueError(f"a warpgroup can hold 24576 sums, got {self.tile_m // 2} x {self.tile_n}")
         if self.tile_k not in (32, 64, 128):
             raise ValueError(f"tile_k must be 32, 64 or 128, got {self.tile_k}")
         if not 2 <= self.stages <= 8:
@@ -160,11 +155,6 @@ class MosaicConfig:
     @property
     def cluster_size(self) -> int:
         return 1 if self.cluster is None else 2
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tile that one warpgroup has."""
-        return self.tile_m if self.pingpong else self.tile_m // 2
 
     def tiles(self, M: int, N: int) -> tuple[int, int]:
         """Tiles of an [M, N] output along its axes, in whole clusters."""
@@ -200,6 +190,7 @@ def _rows(backend: str, problem: Problem, device_kind: str) -> list[dict]:
             match.get("device", device_kind) == device_kind
             and problem.precision in match.get("precision", PRECISIONS)
             and small <= match.get("max_small", small)
+            and problem.out_dtype in match.get("out_dtype", (problem.out_dtype,))
         )
 
     return [row for row in _table()[backend] if fits(row["match"])]
@@ -286,10 +277,11 @@ def choose_mosaic(problem: Problem, *, device_kind: str, cores: int | None = Non
         adding = (ADDING_S + parts * M * N * 8 / ADDING_BYTES_S) * (parts > 1)  # written and read in float32
         return operations * DEFAULT_CORES / (row["tflops"] * 1e12) + adding
 
+    # Parts are float32: a row of other outputs has none.
     found = [
         (row, MosaicConfig(**row["config"], split=split))
         for row in rows
-        for split in range(1, 1 + max(1, min(MAX_SPLIT, K // MIN_PART)))
+        for split in range(1, 1 + ("out_dtype" in row["match"] or max(1, min(MAX_SPLIT, K // MIN_PART))))
     ]
     _, config = min(found, key=lambda each: seconds(*each))
     return dataclasses.replace(config, blocks=cores - cores % config.cluster_size)

@@ -1,9 +1,8 @@
 """The product on Mosaic GPU, for Hopper.
 
 One block runs on each multiprocessor and computes one tile of the output after another. A warpgroup of its three copies
-operand tiles into a ring in shared memory, ahead of the two that multiply, also across the end of a tile. Those hold
-half of the rows each, and while the result leaves through shared memory the ring fills for the next tile; or they take
-tiles in turn, and the tensor cores work for one while the result of the other leaves.
+operand tiles into a ring in shared memory, ahead of the two that multiply, also across the end of a tile; those hold
+half of the rows each, and while the result leaves through shared memory the ring fills for the next tile.
 
 16-bit operands are read as they are stored: the tensor cores take either axis first.
 """
@@ -106,8 +105,6 @@ def matmul(
         # Of float32 operands the tensor cores want K along the rows. They cut bits off; a copy can as well be rounded.
         a, transpose_a = _tf32(a.T) if transpose_a else a, False
         b, transpose_b = b if transpose_b else _tf32(b.T), True
-    if config.pingpong and precision == "fp32":
-        raise ValueError(f"float32-accurate products cannot take tiles in turn, got {config}")
     dtype = jnp.dtype(jnp.bfloat16 if precision == "fp32" else a.dtype)
     row_bytes = min(TILE_BYTES, config.tile_k * dtype.itemsize)
     if not transpose_b:  # rows of its tiles are along N
@@ -150,9 +147,8 @@ def matmul(
         "out_tiles": backend.tiles(
             (2, _OUT_SLOTS, _OUT_ROWS, call.out_cols), call.out_dtype, call.out_cols * call.out_dtype.itemsize
         ),
-        # A barrier that one warpgroup skips would be out of step for it: each has those of its own tiles.
-        "filled": backend.barriers((1 + config.pingpong) * config.stages, arrivals=2 * call.pieces),
-        "emptied": emptied(config.stages, arrivals=1 if config.pingpong else 2),
+        "filled": backend.barriers(config.stages, arrivals=2 * call.pieces),
+        "emptied": emptied(config.stages, arrivals=2),
     }
     m_tiles, n_tiles = call.grid
     blocks = _INTERPRETED_BLOCKS * config.cluster_size if interpret else config.blocks
@@ -227,16 +223,12 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
             n = 2 * n + backend.block()
         return part, m * config.tile_m, n * config.tile_n
 
-    def filled_of(i, slot):
-        """The barrier at which a stage of the i-th tile arrives."""
-        return filled.at[lax.rem(i, 2) * config.stages + slot if config.pingpong else slot]
-
-    def copy(a_ref, b_ref, rows, cols, ks, slot, piece, arrived):
+    def copy(a_ref, b_ref, rows, cols, ks, slot, piece):
         a = a_ref.at[(ks, rows) if call.transpose_a else (rows, ks)]
         b = b_ref.at[(cols, ks) if call.transpose_b else (ks, cols)]
         at = slot * pieces + piece
-        backend.copy_in(a, a_tiles.at[at], arrived, shared=config.cluster == "n")
-        backend.copy_in(b, b_tiles.at[at], arrived, shared=config.cluster == "m")
+        backend.copy_in(a, a_tiles.at[at], filled.at[slot], shared=config.cluster == "n")
+        backend.copy_in(b, b_tiles.at[at], filled.at[slot], shared=config.cluster == "m")
 
     @pl.when(backend.warpgroup() == _COPIER)
     def _copy():
@@ -251,13 +243,13 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
                 ks = pl.ds((part * steps + k) * config.tile_k, config.tile_k)
                 pl.when(done >= config.stages)(lambda: backend.wait(emptied.at[slot]))
                 for piece in range(pieces):
-                    copy(a_refs[piece], b_refs[piece], rows, cols, ks, slot, piece, filled_of(i, slot))
+                    copy(a_refs[piece], b_refs[piece], rows, cols, ks, slot, piece)
                 return done + 1
 
             def step_of_more(k, done):
                 slot, ks = lax.rem(done, config.stages), pl.ds(k * config.tile_k, config.tile_k)
                 pl.when(done >= config.stages)(lambda: backend.wait(emptied.at[slot]))
-                copy(more_a_ref, more_b_ref, rows, cols, ks, slot, 0, filled_of(i, slot))
+                copy(more_a_ref, more_b_ref, rows, cols, ks, slot, 0)
                 return done + 1
 
             done = lax.fori_loop(0, steps, step, done)
@@ -275,9 +267,8 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
     def _multiply():
         backend.become_multiplier()
         me = backend.warpgroup()
-        height = config.rows
-        top = 0 if config.pingpong else me * height  # of this warpgroup's rows in the tile
-        half = pl.ds(top, height)
+        height = config.tile_m // 2
+        half = pl.ds(me * height, height)
 
         def operands(slot, piece_a, piece_b):
             a, b = a_tiles.at[slot * pieces + piece_a], b_tiles.at[slot * pieces + piece_b]
@@ -296,29 +287,9 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
 
             lax.fori_loop(0, number, step, None)
 
-        def walk_alone(i, first, number, multiply):
-            """`walk` through the i-th tile by one warpgroup, which starts on a stage before it has done the last."""
-
-            def step(k, _):
-                slot = lax.rem(first + k, config.stages)
-                backend.wait(filled_of(i, slot))
-                multiply(slot)
-                backend.wait_products(running=1)
-                pl.when(k > 0)(lambda: backend.arrive(emptied.at[lax.rem(first + k - 1, config.stages)]))
-
-            lax.fori_loop(0, number, step, None)
-            backend.wait_products()
-            backend.arrive(emptied.at[lax.rem(first + number - 1, config.stages)])
-
-        def plain(i, first):
+        def plain(first):
             def body(total):
-                def multiply(slot):
-                    backend.multiply(total, *operands(slot, 0, 0))
-
-                if config.pingpong:
-                    walk_alone(i, first, steps + call.more, multiply)
-                else:
-                    walk(first, steps + call.more, multiply)
+                walk(first, steps + call.more, lambda slot: backend.multiply(total, *operands(slot, 0, 0)))
                 return total[...]
 
             return backend.accumulate(body, (height, config.tile_n))
@@ -346,7 +317,7 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
 
         def tile(i, first):
             part, row, col = corner(i)
-            total = exact(first) if pieces > 1 else plain(i, first)
+            total = exact(first) if pieces > 1 else plain(first)
             if bias_ref is not None:
                 total += backend.load_row(bias_ref.at[pl.ds(col, config.tile_n)], total.shape)
             total = total.astype(call.out_dtype)
@@ -356,15 +327,10 @@ def _kernel(*refs, a_tiles, b_tiles, out_tiles, filled, emptied, call: _Call):
                 backend.copy_out(
                     total[m : m + _OUT_ROWS, n : n + call.out_cols],
                     out_tiles.at[me, index % _OUT_SLOTS],
-                    out_ref.at[pl.ds(row + top + m, _OUT_ROWS), pl.ds(col + n, call.out_cols)],
+                    out_ref.at[pl.ds(row + me * height + m, _OUT_ROWS), pl.ds(col + n, call.out_cols)],
                     unread=_OUT_SLOTS - 1 if index or len(cuts) % _OUT_SLOTS == 0 else 0,
                 )
             return first + (steps + call.more)
 
-        if config.pingpong:
-            stages = steps + call.more
-            others = lax.div(mine - me + 1, 2)  # of this block's tiles, the even or the odd ones
-            lax.fori_loop(0, others, lambda j, _: tile(me + 2 * j, (me + 2 * j) * stages), jnp.int32(0))
-        else:
-            lax.fori_loop(0, mine, tile, jnp.int32(0))
+        lax.fori_loop(0, mine, tile, jnp.int32(0))
         backend.finish_copies_out()
