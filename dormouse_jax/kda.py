@@ -20,7 +20,6 @@ from dormouse_jax.dispatch import (
     device_of,
     interpreting,
     require_hopper,
-    require_proven,
     require_triton,
     warn_once,
 )
@@ -377,20 +376,9 @@ def _kernel_config(
     of_chunk |= {"precision": sizes["precision"], "chunk_size": config.chunk_size}
     chunk_refusal = kernels.hopper_chunk_refusal(**of_chunk, raw=any_raw, packed=sizes["packed"])
     refusals = {"serial": serial_refusal, "prepare": chunk_refusal, "gradients": chunk_refusal}
-    if any_raw and chunk_refusal is None:
-        refusals["prepare"] = _unproven(interpret, "raw_matrices")
     refused = {name: why for name, why in refusals.items() if why is not None and getattr(config, name) == "mosaic"}
     config = dataclasses.replace(config, **dict.fromkeys(refused, "triton"))
     return config, [("pallas_mosaic", why) for why in dict.fromkeys(refused.values())]
-
-
-def _unproven(interpret: bool, feature: str) -> str | None:
-    """Why a feature is not to be chosen yet on a GPU, or None."""
-    try:
-        require_proven(feature, interpret)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
 
 
 def _kernels() -> Any:

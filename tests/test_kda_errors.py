@@ -577,10 +577,7 @@ class DispatchTest(parameterized.TestCase):
         operator, dtype, options = case.pop("operator", "kda"), case.pop("dtype"), case.pop("options", {})
         inputs = helpers.problem(operator, helpers.Shape(**case), dtype=dtype, state=False).inputs
         call = functools.partial(getattr(dormouse_jax, operator), **inputs, **options)
-        with (
-            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
-            unittest.mock.patch.dict(dispatch.UNPROVEN, clear=True),
-        ):
+        with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
             (found,) = dormouse_jax.explain(call)
             (named,) = dormouse_jax.explain(functools.partial(call, implementation="pallas_triton"))
         self.assertEqual((found.config.serial, found.config.gradients), expected)
@@ -608,7 +605,6 @@ class DispatchTest(parameterized.TestCase):
 
         with (
             unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
-            unittest.mock.patch.dict(dispatch.UNPROVEN, clear=True),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
@@ -623,19 +619,6 @@ class DispatchTest(parameterized.TestCase):
             with self.assertRaisesRegex(NotImplementedError, f"block can have 101376 on {kind}"):
                 find(chunk_size=32, implementation="pallas")
 
-    def test_what_no_gpu_has_shown_to_be_right_is_not_chosen_there(self):
-        gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
-        p = helpers.problem("kda", helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)
-        with (
-            unittest.mock.patch.dict(dispatch.UNPROVEN, {"raw_matrices": "these"}, clear=True),
-            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
-        ):
-            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs, use_qk_l2norm_in_kernel=True))
-            self.assertEqual((found.config.prepare, found.config.gradients), ("triton", "mosaic"))
-            self.assertIn("these were not held to the oracle on a GPU", dict(found.passed_over)["pallas_mosaic"])
-            (found,) = dormouse_jax.explain(lambda: dormouse_jax.kda(**p.inputs))
-            self.assertEqual((found.config.prepare, found.passed_over), ("mosaic", ()))
-
     @parameterized.named_parameters(
         ("starts", "kda", {}, "mosaic"),
         ("raw_too", "kda", {"use_qk_l2norm_in_kernel": True}, "mosaic"),
@@ -645,10 +628,7 @@ class DispatchTest(parameterized.TestCase):
         gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
         p = helpers.problem(operator, helpers.Shape(T=64, K=128, V=128, H=16, HV=16), dtype=jnp.bfloat16)
         ids = np.arange(64)[None] // 24
-        with (
-            unittest.mock.patch.dict(dispatch.UNPROVEN, clear=True),
-            unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu),
-        ):
+        with unittest.mock.patch("dormouse_jax.kda.device_of", return_value=gpu):
             run = functools.partial(getattr(dormouse_jax, operator), **p.inputs, segment_ids=ids, **options)
             (found,) = dormouse_jax.explain(run)
         self.assertEqual((found.config.serial, found.config.gradients), ("mosaic", gradients))
