@@ -349,15 +349,16 @@ def _bypasses(card: Card) -> Iterator[Case]:
     for dtype, precision in PRECISIONS:
         common: dict[str, Any] = {"dtype": dtype, "precision": precision, "form": "bypass"}
         fast = dtype == "bfloat16"
+        on_hopper = ("pallas_mosaic",) if card.is_hopper and precision == "16bit" else ()
+        implementations = ("pallas_triton", *on_hopper)
         for T, O, I, rank, what in ((4096, 3072, 3072, 16, ""), (77, 515, 1003, 20, "odd")):
             layer = {"x": (T, I), "base": (O, I), "bias": (O,)}
             pair = {"A": (rank, I), "B": (O, rank)}
-            for implementation in ("pallas_triton", "pallas_mosaic") if card.is_hopper else ("pallas_triton",):
-                if implementation == "pallas_triton" or precision == "16bit":
-                    options = {"alpha": 1.0, "implementation": implementation}
-                    yield _adapter_case("lora", f"r={rank}", pair | layer, what=what, **options, **common)
             pairs = {f"{name}{i}": shape for name, shape in pair.items() for i in (1, 2)}
-            yield _adapter_case("loha", f"r={rank}", pairs | layer, what=what, alpha=1.0, **common)
+            for implementation in implementations:
+                options = {"alpha": 1.0, "implementation": implementation}
+                for family, arrays in (("lora", pair), ("loha", pairs)):
+                    yield _adapter_case(family, f"r={rank}", arrays | layer, what=what, **options, **common)
         for n in (4, 64):
             arrays = {"x": (4096, 1280), "P": (1280 // n, n, n), "base": (1280, 1280)}
             yield _adapter_case("oft", f"n={n}", arrays, side="output", fast=fast and n == 4, **common)
@@ -367,7 +368,9 @@ def _bypasses(card: Card) -> Iterator[Case]:
             if max(a, b, c, d) <= largest:
                 arrays = {"x": (4096, b * d), "W1": (a, b), "W2": (c, d), "base": (a * c, b * d)}
                 title = f"W1=[{a}, {b}] W2=[{c}, {d}]"
-                yield _adapter_case("lokr", title, arrays, scale=1.0, fast=fast and a == 32, **common)
+                for implementation in implementations if a == 32 else ("pallas_triton",):
+                    options = {"scale": 1.0, "implementation": implementation}
+                    yield _adapter_case("lokr", title, arrays, fast=fast and a == 32, **options, **common)
 
 
 def _adapter_case(

@@ -137,6 +137,8 @@ class KernelsTest(parameterized.TestCase):
         ("lora", "lora.bypass", "bfloat16", {}),
         ("lora_float16_without_bias", "lora.bypass", "float16", {"bias": False, "r": 70}),
         ("loha", "loha.bypass", "bfloat16", {"factor_dtype": "float32"}),
+        ("loha_as_one_weight", "loha.bypass", "float16", {}),
+        ("lokr", "lokr.bypass", "bfloat16", {"factors": (8, 8)}),
     )
     def test_products_on_hopper(self, name, dtype, sizes):
         size = (640, 384, 512) if helpers.on_gpu() else (128, 128, 72)

@@ -26,7 +26,7 @@ from dormouse_jax.explain import OperatorCall, jitted
 from dormouse_jax.reference.products import Products
 
 IMPLEMENTATIONS = ("pallas", "pallas_triton", "pallas_mosaic", "xla")
-ON_HOPPER = ("lora.bypass", "loha.bypass")  # what kernels that only Hopper cards run are used for
+ON_HOPPER = ("lora.bypass", "loha.bypass", "lokr.bypass")  # what kernels that only Hopper cards run are used for
 FLOATS = ("float32", "bfloat16", "float16")
 # Arrays that no product takes, so that they do not choose its precision.
 ELEMENTWISE = ("bias", "magnitude")

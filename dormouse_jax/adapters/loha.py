@@ -96,10 +96,11 @@ def bypass(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "pallas" (the best kernels for the device), "pallas_mosaic" (Hopper, a 16-bit base with float32
-        factors: both products in one), "pallas_triton" or "xla", plain JAX. None takes "pallas" on an NVIDIA GPU, where
-        a GPU has shown it to be right, and under `interpret_kernels()`, and "xla" elsewhere. Kernels take ranks up to
-        128; they form the update, or its sum with base, for as long as they multiply by it.
+      implementation: "pallas" (the best kernels for the device), "pallas_mosaic" (Hopper, 16-bit operands: the
+        layer's products are kernels too; a 16-bit base with float32 factors has both of y in one), "pallas_triton"
+        (they are XLA's) or "xla", plain JAX. None takes "pallas" on an NVIDIA GPU, where a GPU has shown it to be
+        right, and under `interpret_kernels()`, and "xla" elsewhere. Kernels take ranks up to 128; they form the
+        update, or its sum with base, for as long as they multiply by it.
 
     Returns:
       `[..., O]` in x's dtype. Differentiable in every array; gradients have its dtype. For the backward nothing but the

@@ -88,9 +88,10 @@ def bypass(
       precision: of the matrix products. "fp32" (float32-accurate; the default where all operands are float32), "tf32"
         (one TF32 pass, float32 operands) or "16bit" (operands rounded to the 16-bit dtype; the default where one has
         it). Sums are float32 always.
-      implementation: "pallas" (the best kernels for the device), "pallas_triton" or "xla", plain JAX. None takes
-        "pallas" on an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla"
-        elsewhere. Kernels take factors of sizes up to 128 in 16 bit on Hopper cards and to 64 on others; of float32
+      implementation: "pallas" (the best kernels for the device), "pallas_mosaic" (Hopper, 16-bit operands: the
+        layer's products are kernels too), "pallas_triton" (they are XLA's) or "xla", plain JAX. None takes "pallas" on
+        an NVIDIA GPU, where a GPU has shown it to be right, and under `interpret_kernels()`, and "xla" elsewhere.
+        Kernels take factors of sizes up to 128 in 16 bit on Hopper cards and to 64 on others; of float32
         operands up to 64 on data-centre cards from Hopper on, and to 32 on others.
 
     Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from pallas_kernels.backend_triton import MIN_CONTRACTION, PRECISIONS, ceil_pow2
 from pallas_kernels.gemm import MosaicConfig
@@ -74,17 +75,18 @@ class KroneckerTiles:
 
 @dataclasses.dataclass(frozen=True)
 class BypassConfig:
-    """How a layer under an update of low rank is computed on its tokens.
+    """How a layer under LoRA, LoHa or LoKr is computed on its tokens.
 
     Attributes:
-      update: the tiles of the kernels that form the update, or add it.
-      forward, backward: the configurations of the layer's own products, of y and of the gradient of x, where the
-        Hopper kernel that adds the update's product computes them; None where XLA does.
+      update: the tiles of the kernels that form the update, or add it: LowRankTiles or TokenTiles.
+      forward, backward, weight: the configurations of the layer's own products, of y, of the gradient of x and, for
+        LoHa, of the gradient of the weight, where the Hopper kernel computes them; None where XLA does.
     """
 
-    update: LowRankTiles
+    update: Any
     forward: MosaicConfig | None = None
     backward: MosaicConfig | None = None
+    weight: MosaicConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,12 @@ import dataclasses
 from typing import Any
 
 import pallas_kernels.adapters as kernels
-from dormouse_jax.adapters.kernels import loha
 from dormouse_jax.adapters.kernels.low_rank import PAIRS
 from dormouse_jax.dispatch import Device
 from pallas_kernels import gemm
 
-# Part of the card that the tiles of a layer's product have to fill for the Hopper kernel, which adds the update's
-# product on the way, to take less time than XLA's product and a kernel that adds the update.
+# Part of the card that the tiles of a layer's product have to fill for the Hopper kernel, which adds LoRA's update on
+# the way, to take less time than XLA's product.
 FILLED = 0.75
 
 
@@ -69,7 +68,7 @@ def _bypass(family: str, x: dict[str, Any], precision: str, device: Device) -> A
         # Blackwell's tensor memory wants 16-bit operands in shared memory once more: 360 KB of what Hopper has 230 for.
         doubled = precision == "16bit" and not device.is_hopper
         shared = device.block_shared // (2 if doubled else 1)
-        return kernels.choose_tokens(_shape(x, "W1"), _shape(x, "W2"), T, precision, shared)
+        return kernels.BypassConfig(kernels.choose_tokens(_shape(x, "W1"), _shape(x, "W2"), T, precision, shared))
     if x.get("magnitude") is not None:
         raise ValueError("the kernels of activations take no magnitude")
     (down, up), *_ = pairs = PAIRS[family]
@@ -93,25 +92,31 @@ def _on_hopper(
         raise ValueError(
             f"the Hopper kernel adds products of 16-bit operands, and these are of precision {precision!r}"
         )
-    if x["base"] is None:
-        raise ValueError("without base there is no product to add the update's to")
-    if family == "loha" and loha.rounds_the_sum(x, precision):
-        raise ValueError("there is one product only, as all factors are of 16 bit")
-    (O, I), T = x["base"].shape, x["x"].shape[0]
+    if family == "loha":
+        O, I = x["B1"].shape[0], x["A1"].shape[1]
+    elif x["base"] is None:
+        raise ValueError("without base there is no product of a layer's size")
+    else:
+        O, I = x["base"].shape
+    T = x["x"].shape[0]
 
-    def product(N: int, K: int, transpose_b: bool) -> gemm.MosaicConfig:
-        problem = gemm.Problem(T, N, K, precision, dtype, x["x"].dtype.name, transpose_b=transpose_b)
+    def product(M: int, N: int, K: int, **transposed: bool) -> gemm.MosaicConfig:
+        problem = gemm.Problem(M, N, K, precision, dtype, x["x"].dtype.name, **transposed)
         if (reason := gemm.why_triton(problem)) and not forced:
             raise ValueError(reason)
         found = gemm.choose_mosaic(problem, device_kind=device.kind, cores=device.cores)
-        m, n = found.tiles(T, N)
-        filled = T * N / (-(-m * n // found.blocks) * found.blocks * found.tile_m * found.tile_n)
+        m, n = found.tiles(M, N)
+        filled = M * N / (-(-m * n // found.blocks) * found.blocks * found.tile_m * found.tile_n)
         if not forced and (found.split > 1 or filled < FILLED):
-            raise ValueError(f"the Hopper kernel's tiles fill {filled:.0%} of the card only, where [{T}, {N}] come out")
+            raise ValueError(f"the Hopper kernel's tiles fill {filled:.0%} of the card only, where [{M}, {N}] come out")
         return dataclasses.replace(found, split=1)
 
-    backward = product(I, O, False) if family == "lora" else None
-    return dataclasses.replace(config, forward=product(O, I, True), backward=backward)
+    return dataclasses.replace(
+        config,
+        forward=product(T, O, I, transpose_b=True),
+        backward=product(T, I, O),
+        weight=product(O, I, T, transpose_a=True) if family == "loha" else None,
+    )
 
 
 def _shape(x: dict[str, Any], factor: str) -> tuple[int, int]:

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dormouse_jax.adapters.kernels.low_rank import PAIRS, named, pairs, sum_of_products
+from dormouse_jax.adapters.kernels import layer
+from dormouse_jax.adapters.kernels.low_rank import PAIRS, named, pairs
 from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products
 from pallas_kernels.adapters import BypassConfig
@@ -43,10 +44,12 @@ def bypass(
     tokens, base, bias = product.round(x["x"]), x["base"], x["bias"]
     one = base is not None and rounds_the_sum(x, product.precision)
     update = _weight(product, x, base if one else None, scale, tiles, interpret)
-    if tiles.forward is not None and not one and base is not None:
+    if tiles.forward is not None:
         options: dict[str, Any] = {"config": tiles.forward, "out_dtype": out_dtype, "interpret": interpret}
-        more = tokens, update
-        return sum_of_products(tokens, product.round(base), more, bias, transpose_b=True, **options), None
+        options |= {"bias": bias, "transpose_b": True}
+        if one or base is None:
+            return layer.product(product, tokens, update, **options), None
+        return layer.product(product, tokens, base, more=(tokens, update), **options), None
     y = product("ti,oi->to", tokens, update)
     if base is not None and not one:
         y += product("ti,oi->to", tokens, base)
@@ -59,14 +62,27 @@ def bypass_backward(
     g, base, dtype = product.round(dout), x["base"], jnp.dtype(product.dtype)
     # Of the gradient of x rounding the sum of weights takes no more than its own rounding does.
     weight = _weight(product, x, base, scale, tiles, interpret)
-    G = product("to,ti->oi", g, x["x"])
-    grads = {"x": product("to,oi->ti", g, weight), "bias": jnp.sum(f32(dout), axis=0), "base": G}
-    # A sum over all tokens could leave float16's range.
+    # A sum over all tokens could leave float16's range, and a base of float32 has a gradient of its precision.
+    exact = dtype == jnp.float16 or (base is not None and base.dtype == jnp.float32)
+    G = _product(product, g, x["x"], jnp.float32 if exact else dtype, tiles.weight, interpret, transpose_a=True)
+    dx = _product(product, g, weight, x["x"].dtype, tiles.backward, interpret)
+    grads = {"x": dx, "bias": jnp.sum(f32(dout), axis=0), "base": G}
     G = G if dtype == jnp.float16 else product.round(G)
     common: dict[str, Any] = {"scale": scale, "precision": product.precision, "interpret": interpret}
     dtypes = [(x["A1"].dtype, x["B1"].dtype), (x["A2"].dtype, x["B2"].dtype)]
     found = kernels.backward(pairs("loha", product, x), G, dtypes=dtypes, tiles=tiles.update, **common)
     return grads | named("loha", found)
+
+
+def _product(
+    product: Products, a, b, out_dtype: Any, config: Any, interpret: bool, transpose_a: bool = False
+) -> jax.Array:
+    """op(a) b in out_dtype, on the Hopper kernel where it has a configuration."""
+    if config is None:
+        return product("ki,kj->ij" if transpose_a else "ik,kj->ij", a, b).astype(out_dtype)
+    return layer.product(
+        product, a, b, out_dtype=out_dtype, config=config, interpret=interpret, transpose_a=transpose_a
+    )
 
 
 def _weight(

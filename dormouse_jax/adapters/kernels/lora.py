@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dormouse_jax.adapters.kernels.low_rank import named, pairs, sum_of_products
+from dormouse_jax.adapters.kernels import layer
+from dormouse_jax.adapters.kernels.low_rank import named, pairs
 from dormouse_jax.reference import lora
 from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products
@@ -74,8 +75,8 @@ def bypass(
     h = product.round(scale * product("ti,ri->tr", tokens, x["A"]))
     if tiles.forward is not None:
         options: dict[str, Any] = {"config": tiles.forward, "out_dtype": out_dtype, "interpret": interpret}
-        base = product.round(x["base"])
-        return sum_of_products(tokens, base, (h, B), x["bias"], transpose_b=True, **options), h
+        options |= {"more": (h, B), "bias": x["bias"], "transpose_b": True}
+        return layer.product(product, tokens, x["base"], **options), h
     u = None if x["base"] is None else product.round(product("ti,oi->to", tokens, x["base"]))
     common = _common(product, tiles, interpret)
     return kernels.forward([(B, h)], u, bias=x["bias"], out_dtype=out_dtype, transposed=True, **common), h
@@ -94,7 +95,7 @@ def bypass_backward(
         grads["base"] = product("to,ti->oi", g, x["x"])  # not computed where nobody wants it
     if tiles.backward is not None and base is not None:
         options: dict[str, Any] = {"config": tiles.backward, "out_dtype": x["x"].dtype, "interpret": interpret}
-        return grads | {"x": sum_of_products(g, product.round(base), (p, A), None, transpose_b=False, **options)}
+        return grads | {"x": layer.product(product, g, base, more=(p, A), **options)}
     u = None if base is None else product.round(product("to,oi->ti", g, base))
     return grads | {"x": kernels.forward([(A, p)], u, out_dtype=x["x"].dtype, **common)}
 
