@@ -57,12 +57,14 @@ class _Products:
         self.left, self.interpret = left, interpret
 
     def operand(self, name: str, value: jax.Array) -> list[Any]:
-        pieces = cut(value)
+        return [self.there(name, i, piece) for i, piece in enumerate(cut(value))]
+
+    def there(self, name: str, i: int, piece: jax.Array) -> Any:
+        """The i-th piece of a left operand."""
         if not self.interpret:
-            return pieces
-        for i, piece in enumerate(pieces):
-            self.left[f"left_{name}"].at[i][...] = piece
-        return [self.left[f"left_{name}"].at[i] for i in range(PIECES)]
+            return piece
+        self.left[f"left_{name}"].at[i][...] = piece
+        return self.left[f"left_{name}"].at[i]
 
     def ones(self, name: str) -> list[Any]:
         """A left operand of ones: every row of its products is a sum over rows."""
@@ -243,7 +245,7 @@ def _kda_grads(
 def _kda_prepare(
     q, k, v, g, beta, *refs,
     sizes: Sizes, scale: float, limit: float, matrices: bool, always_exact: bool, interpret: bool,
-    q_tile, k_tile, v_tile, side, near, m_tile, masks, shared, beta_row, decay_row, slow_rows, loaded, **left,
+    shared_qk, side, shared_g, shared_v, row_values, loaded, v_loaded, **left,
 ):  # fmt: skip
     """refs: M, given; or the results P and M, where `matrices` says that they are to be formed; the other results, W,
     Qhat, Ktil, Y and decay."""
@@ -252,36 +254,58 @@ def _kda_prepare(
     n, head = lax.rem(bm.program(), nt), lax.div(bm.program(), nt)
     b, h, tokens = lax.div(head, HV), lax.rem(head, HV), pl.ds(n * C, C)
     shape = (ROWS, C)
-    g_tile, lines, y_tile = shared  # One memory: each is read before the next is written.
+    # Scratch of several names is one memory: what is there was read before the next is written.
+    (q_tile, k_tile), near = shared_qk
+    if matrices:
+        (g_tile, m_tile), (masks, lines, v_tile, y_tile) = shared_g, shared_v
+    else:
+        ((g_tile, m_tile), y_tile), ((masks, v_tile), lines) = shared_g, shared_v
+    slow_rows = decay_row = row_values.at[0]
     queries, erased, keys, last = (pl.ds(i * C, C) for i in range(4))  # Rows of `side`, and the first two of `near`.
     copies = [
         (q.at[b, tokens, h], q_tile), (k.at[b, tokens, h], k_tile), (g.at[b, tokens, h], g_tile),
-        (v.at[b, tokens, h], v_tile), (beta.at[head, n], beta_row),
+        (beta.at[head, n], row_values.at[1, pl.ds(0, C)]),
     ]  # fmt: skip
     if not matrices:
         copies.append((M.at[head, n], m_tile.at[erased]))
     for source, target in copies:
         bm.copy_in(source, target, loaded)
+
+    def copy_in_values():
+        bm.copy_in(v.at[b, tokens, h], v_tile, v_loaded)
+
+    if not matrices:
+        copy_in_values()
     product = _Products(left, interpret)
     operand, together = product.operand, product.together
     row, col = bm.indices(shape)
     _write_masks(masks, row, col, C)
     bm.commit()
     bm.wait(loaded)
-    gT = bm.load_transposed(g_tile)
-    gT = jnp.where(gT >= MIN_LOG_DECAY, gT, MIN_LOG_DECAY)
-    [sums] = together([(operand("g", gT), [bm.transpose(masks.at[pl.ds(0, 2 * C)])])])
+
+    def log_decays():
+        gT = bm.load_transposed(g_tile)
+        return jnp.where(gT >= MIN_LOG_DECAY, gT, MIN_LOG_DECAY)
+
+    [sums] = together([(operand("g", log_decays()), [bm.transpose(masks.at[pl.ds(0, 2 * C)])])])
     prefix, suffix = sums[:, :C], sums[:, C:]
     up = exp(prefix)
-    decay_row[...] = jnp.sum(jnp.where(col == C - 1, up, 0.0), axis=1)
-    kT, qT = bm.load_transposed(k_tile), bm.load_transposed(q_tile) * scale
-    beta_of = bm.load_row(beta_row, shape)
-    put(side.at[:, queries], qT * up, transposed=True)
-    put(side.at[:, last], kT * exp(suffix), transposed=True)
-    E = operand("E", beta_of * kT * up)
+    of_chunk = jnp.sum(jnp.where(col == C - 1, up, 0.0), axis=1)
+
+    def keys_of():
+        return bm.load_transposed(k_tile)
+
+    def queries_of():
+        return bm.load_transposed(q_tile) * scale
+
+    def beta_of():
+        return bm.load_row(row_values.at[1, pl.ds(0, C)], shape)
+
+    put(side.at[:, queries], queries_of() * up, transposed=True)
+    put(side.at[:, last], keys_of() * exp(suffix), transposed=True)
+    put(side.at[:, erased], beta_of() * keys_of() * up, transposed=True)
     if matrices:
-        put(side.at[:, erased], beta_of * kT * up, transposed=True)
-        put(side.at[:, keys], kT * exp(jnp.minimum(-prefix, limit)), transposed=True)
+        put(side.at[:, keys], keys_of() * exp(jnp.minimum(-prefix, limit)), transposed=True)
         depth = jnp.max(-prefix, axis=0)
         for rows in (queries, erased):
             slow_rows.at[rows][...] = depth
@@ -297,10 +321,10 @@ def _kda_prepare(
             def of_token(x):
                 return bm.spread_rows(jnp.sum(jnp.where(here, x, 0.0), axis=1), shape)
 
-            weighted = jnp.where(col >= j, exp(span), 0.0) * of_token(kT)
-            lines.at[j, queries][...] = jnp.sum(qT * weighted, axis=0)
-            lines.at[j, erased][...] = jnp.sum(beta_of * kT * weighted, axis=0)
-            return jnp.where(col >= j, span + of_token(gT), span)
+            weighted = jnp.where(col >= j, exp(span), 0.0) * of_token(keys_of())
+            lines.at[j, queries][...] = jnp.sum(queries_of() * weighted, axis=0)
+            lines.at[j, erased][...] = jnp.sum(beta_of() * keys_of() * weighted, axis=0)
+            return jnp.where(col >= j, span + of_token(log_decays()), span)
 
         steps = C if always_exact else (jnp.max(depth) > limit).astype(jnp.int32) * C
         lax.fori_loop(0, steps, exact, bm.zeros(shape))
@@ -308,14 +332,20 @@ def _kda_prepare(
         slow = bm.spread_rows(bm.load_column(slow_rows), shape) > limit
         D = jnp.where(slow, bm.load_transposed(lines), D)
         bm.commit()
+        copy_in_values()
         inverse = bm.invert_blocks(jnp.where((row >= C) & (row < 2 * C) & (col < row - C), D, 0.0), interpret)
         m_tile[...] = inverse
         put(near, jnp.where(row < C, jnp.where(col <= row, D, 0.0), inverse))
     else:
+        bm.commit()
         put(near, bm.load(m_tile))
+    decay_row[...] = of_chunk
+    bm.wait(v_loaded)
+    values = operand("y", beta_of() * bm.load_transposed(v_tile))
     bm.commit()
     M_T = _right(near, erased, transposed=True)
-    W_T, Y_T = together([(E, M_T)], [(operand("y", beta_of * bm.load_transposed(v_tile)), M_T)])
+    E = [product.there("E", i, bm.load_transposed(side.at[i].at[erased])) for i in range(PIECES)]
+    W_T, Y_T = together([(E, M_T)], [(values, M_T)])
     put(side.at[:, erased], W_T, transposed=True)
     y_tile[...] = Y_T
     outputs = [(y_tile, Y.at[head, n]), (decay_row, decay.at[head, n, 0])]
@@ -396,20 +426,19 @@ def prepare(q, k, v, g, beta, matrices=None, *, scale, config: KdaConfig, interp
     outputs = [shape((heads, nt, rows, C), op), shape((heads, nt, C, C), f32)] if matrices is None else []
     outputs += [shape((heads, nt, rows, ROWS), op)] * 3
     outputs += [shape((heads, nt, ROWS, C), f32), shape((heads, nt, 1, ROWS), f32)]
+    tile, m_tile = bm.tiles((C, ROWS), f32), bm.rows((ROWS, C), f32)
     scratch = {
-        "q_tile": bm.tiles((C, ROWS), f32),
-        "k_tile": bm.tiles((C, ROWS), f32),
-        "v_tile": bm.tiles((C, ROWS), f32),
+        "shared_qk": bm.one_of([tile, tile], bm.tiles((PIECES, ROWS, C), op, ROW_BYTES)),
         "side": bm.tiles((PIECES, ROWS, ROWS), op),
-        "near": bm.tiles((PIECES, ROWS, C), op, ROW_BYTES),
-        "m_tile": bm.rows((ROWS, C), f32),
-        "masks": bm.tiles((ROWS, C), op, ROW_BYTES),
-        "shared": bm.one_of(bm.tiles((C, ROWS), f32), bm.rows((C, ROWS), f32), bm.rows((ROWS, C), f32)),
-        "beta_row": bm.rows((C,), f32),
-        "decay_row": bm.rows((ROWS,), f32),
-        "slow_rows": bm.rows((ROWS,), f32),
-        "loaded": bm.barriers(None, len(inputs)),
+        "row_values": bm.rows((2, ROWS), f32),
+        "loaded": bm.barriers(None, len(inputs) - 1),
+        "v_loaded": bm.barriers(None, 1),
     }
+    masks, lines = bm.tiles((ROWS, C), op, ROW_BYTES), bm.rows((C, ROWS), f32)
+    if matrices is None:  # Less than 45 KB, with what reductions take: five programs a multiprocessor.
+        scratch |= {"shared_g": bm.one_of(tile, m_tile), "shared_v": bm.one_of(masks, lines, tile, m_tile)}
+    else:
+        scratch |= {"shared_g": bm.one_of([tile, m_tile], m_tile), "shared_v": bm.one_of([masks, tile], lines)}
     scratch |= _left_scratch(interpret, g=C, E=C, y=C)
     body = functools.partial(
         _kda_prepare, sizes=sizes, scale=scale, limit=FAST_LIMIT["fp32"], matrices=matrices is None,
