@@ -279,7 +279,7 @@ class ProgramTest(_CompilersTest):
         self.assertIn(instruction, (compile_gate.cli.ROOT / "pallas_kernels" / "backend_mosaic.py").read_text())
         edited = self.copied(lambda text: text.replace(instruction, instruction.replace("rn", "rz")))
         changed = {name for name, program in self.hashes(edited).items() if program != here[name]}
-        self.assertEqual(changed, {(self.TITLES[1], "kda_matrices")})
+        self.assertEqual(changed, {(self.TITLES[1], "kda_prepare")})
 
     def test_compilers_and_cards_make_another_program(self):
         [step] = titles = self.TITLES[:1]

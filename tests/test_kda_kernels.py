@@ -20,6 +20,7 @@ from torch_ref import kda as port
 
 SHAPE = Shape(B=2, T=41, H=1, HV=2, K=20, V=24)
 PRECISIONS = ("16bit", "fp32", "tf32")
+TILES = ("W", "Qhat", "Ktil", "Y", "P", "M", "decay")
 INTERMEDIATES = ("G", "A", "P", "M", "W", "U", "states")
 
 
@@ -268,41 +269,44 @@ class ConfigurationTest(parameterized.TestCase):
                 helpers.assert_all_close(got, helpers.oracle(p), precision="16bit")
 
     @parameterized.parameters(*itertools.product((16, 32), (False, True) if helpers.on_gpu() else (False,)))
-    def test_slow_rows_in_the_matrices_for_hopper(self, chunk_size, wide):
-        """P and M with fast and slow rows in one block, blocks that have one kind alone, and channels of which few or
-        all are deep: right, the same however later rows are, and for fast rows the same whether or not slow ones are
-        looked for."""
-        T, K = 128, 128 if wide else 64
-        p = helpers.problem("kda", Shape(B=1, T=T, K=K, V=64, H=1, HV=1), dtype=jnp.bfloat16, decay=0.2)
+    def test_slow_rows_in_the_preparation_for_hopper(self, chunk_size, wide):
+        """Tiles with fast and slow rows in one block, blocks that have one kind alone, and channels of which few or all
+        are deep: right, the same however later rows are, and for fast rows the same whether or not slow ones are looked
+        for."""
+        T, K, V = 128, 128 if wide else 64, 64
+        p = helpers.problem("kda", Shape(B=1, T=T, K=K, V=V, H=1, HV=1), dtype=jnp.bfloat16, decay=0.2)
         q, k, v, g, beta = (np.array(x) for x in p.inputs.values())
         beta = beta.astype(np.float32)
         g[:, 5], g[:, 20:23], g[:, 31] = -80.0, -30.0, -np.inf
         g[:, 48:80:3, :, 7] = -50.0
         g[:, 80:96] *= 100.0
-        config = dataclasses.replace(config_for("16bit", Shape(T=T, K=K, V=64), chunk_size), prepare="mosaic")
+        config = dataclasses.replace(config_for("16bit", Shape(T=T, K=K, V=V), chunk_size), prepare="mosaic")
         options = {"scale": 1.0, "interpret": not helpers.on_gpu()}
 
         @functools.partial(jax.jit, static_argnums=0)
-        def matrices(always, *inputs):
+        def tiles(always, *inputs):
             of = dataclasses.replace(config, always_exact=always)
-            P, M, _ = mosaic_prepare.matrices(*inputs, config=of, **options)
-            return {"P": P, "M": M}
+            found = dict(zip(TILES, mosaic_prepare.prepare(*inputs, config=of, **options)[: len(TILES)], strict=True))
+            return found | {"Y": found["Y"].swapaxes(-1, -2), "decay": found["decay"][..., 0, :]}
 
-        got = matrices(False, q, k, v, g, beta)
+        got = tiles(False, q, k, v, g, beta)
         decayed = np.maximum(g.astype(np.float64), -127.0)
-        want = {"P": [], "M": []}
+        want = {name: [] for name in TILES}
         for start in range(0, T, chunk_size):
-            q_c, k_c, g_c, beta_c = (
-                x[0, start : start + chunk_size, 0].astype(np.float64) for x in (q, k, decayed, beta[..., None])
+            q_c, k_c, v_c, g_c, beta_c = (
+                x[0, start : start + chunk_size, 0].astype(np.float64) for x in (q, k, v, decayed, beta[..., None])
             )
             G = np.cumsum(g_c, axis=0)
             decays = np.exp(np.minimum(G[:, None] - G[None], 0.0))
-            want["P"].append(np.tril(np.einsum("ic,jc,ijc->ij", q_c, k_c, decays)))
             A = np.tril(np.einsum("ic,jc,ijc->ij", beta_c * k_c, k_c, decays), -1)
-            want["M"].append(np.linalg.inv(np.eye(chunk_size) + A))
+            M = np.linalg.inv(np.eye(chunk_size) + A)
+            found = {"P": np.tril(np.einsum("ic,jc,ijc->ij", q_c, k_c, decays)), "M": M, "Y": M @ (beta_c * v_c)}
+            found |= {"W": M @ (beta_c * k_c * np.exp(G)), "Qhat": q_c * np.exp(G), "Ktil": k_c * np.exp(G[-1] - G)}
+            for name, value in (found | {"decay": np.exp(G[-1])}).items():
+                want[name].append(value)
         for name, value in want.items():
-            helpers.assert_close(got[name][0], np.stack(value), rms=4e-3, name=name)
-        always = matrices(True, q, k, v, g, beta)
+            helpers.assert_close(got[name][0], np.stack(value), rms=1e-5 if name == "decay" else 6e-3, name=name)
+        always = tiles(True, q, k, v, g, beta)
         if helpers.on_gpu():
             for name, value in got.items():
                 helpers.assert_close(always[name], np.asarray(value, np.float64), rms=1e-6, name=name)
@@ -312,12 +316,12 @@ class ConfigurationTest(parameterized.TestCase):
         first = 103
         for value, clean in ((-60.0, first), (np.nan, 96)):
             changed = [np.array(x) for x in (q, k, v, g, beta)]
-            for x in changed[:2]:
+            for x in changed[:3]:
                 x[:, first:] *= value
             changed[3][:, first:] = value
-            found = matrices(False, *changed)
-            for name, x in found.items():
-                before, after = (np.asarray(y, np.float32)[0].reshape(T, chunk_size)[:clean] for y in (got[name], x))
+            found = tiles(False, *changed)
+            for name in ("P", "M", "W", "Qhat", "Y"):
+                before, after = (np.asarray(x[name], np.float32)[0].reshape(T, -1)[:clean] for x in (got, found))
                 np.testing.assert_array_equal(after, before, err_msg=f"{name} {value}")
 
     @parameterized.parameters("float32", "bfloat16")

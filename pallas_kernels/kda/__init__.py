@@ -78,15 +78,16 @@ def _prepare(
             q, k, v, g, erase, matrices, scale=scale, config=config, interpret=interpret
         )
         return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, None)
-    from pallas_kernels.kda import mosaic_chunks, mosaic_prepare
-
     arguments, options = (q, k, v, g, erase), {"scale": scale, "config": config, "interpret": interpret}
+    options |= {"raw": raw, "packing": packing}
     if matrices is None:
-        matrices = mosaic_prepare.matrices(*arguments, A_log, dt_bias, raw=raw, packing=packing, **options)
+        from pallas_kernels.kda import mosaic_prepare
+
+        return _forward.Prepared(*mosaic_prepare.prepare(*arguments, A_log, dt_bias, **options))
+    from pallas_kernels.kda import mosaic_chunks
+
     P, M, norms = matrices
-    W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(
-        *arguments, matrices, A_log, dt_bias, raw=raw, packing=packing, **options
-    )
+    W, Qhat, Ktil, Y, decay = mosaic_chunks.prepare(*arguments, matrices, A_log, dt_bias, **options)
     return _forward.Prepared(W, Qhat, Ktil, Y, P, M, decay, norms)
 
 
