@@ -8,8 +8,8 @@ whose kernels are not in the compiled step.
 
 Presets: report (12 heads of 64, batch 10 x 512, 4 iterations) and 340m on a GPU, cpu without one. Groups of arms: torch
 (eager, and torch.compile of the port and of the layers around it), fla (flash-linear-attention's operator, the layers
-around it eager and compiled), ours. pallas_unrolled is pallas with layers written out instead of scanned over;
-pallas_save is that with residuals="save": KDA keeps for its backward what it otherwise computes again.
+around it eager and compiled), ours. pallas_save is pallas with residuals="save": KDA keeps for its backward what it otherwise
+computes again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ relative of the norm of the first step's gradients. Tolerances: \
 GROUPS = {
     "torch": ("torch_eager", "torch_compile"),
     "fla": ("fla", "fla_compile"),
-    "ours": ("pallas", "pallas_unrolled", "pallas_save", "xla"),
+    "ours": ("pallas", "pallas_save", "xla"),
 }
 
 
@@ -126,13 +126,7 @@ def arms(case: Case) -> dict[str, Arm]:
     precision = "fp32" if case.params["decoder"]["dtype"] == "float32" else "16bit"
     kinds: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
         ("pallas", "jax", {"implementation": "pallas"}, ("jax", "flax", "optax")),
-        ("pallas_unrolled", "jax", {"implementation": "pallas", "scan_layers": False}, ("jax", "flax", "optax")),
-        (
-            "pallas_save",
-            "jax",
-            {"implementation": "pallas", "scan_layers": False, "residuals": "save"},
-            ("jax", "flax", "optax"),
-        ),
+        ("pallas_save", "jax", {"implementation": "pallas", "residuals": "save"}, ("jax", "flax", "optax")),
         ("xla", "jax", {"implementation": "xla"}, ("jax", "flax", "optax")),
         ("torch_eager", "torch", {"kda": "port"}, ("torch",)),
         ("torch_compile", "torch", {"kda": "port", "compile": True}, ("torch",)),

@@ -53,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--scan-layers",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="one computation for all layers, or each written out: longer to compile, less to copy (default: one)",
+        default=False,
+        help="one computation for all layers: quicker to compile, slower to run (default: each layer written out)",
     )
     return parser
 

@@ -102,8 +102,8 @@ class DecoderTest(parameterized.TestCase):
     @parameterized.parameters(
         {"remat": "dots"},
         {"remat": "full", "residuals": "save"},
-        {"scan_layers": False},
-        {"remat": "full", "scan_layers": False},
+        {"scan_layers": True},
+        {"remat": "full", "scan_layers": True},
     )
     def test_what_is_kept_for_the_backward_changes_no_result(self, **options):
         want, got = loss_and_grads(), loss_and_grads(**options)

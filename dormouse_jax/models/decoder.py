@@ -37,9 +37,10 @@ class Decoder(nnx.Module):
         x += mixer(RMSNorm(x));  x += SwiGLU(RMSNorm(x))    for every layer, and the whole stack `loops` times
         logits = W_h RMSNorm(x)
 
-    Layers repeat in groups: of one layer, or of attention_every layers whose last one has softmax attention. With
-    scan_layers, all groups are one computation, scanned over their parameters: compiling takes as long as for one
-    group, and a step of training copies what the backward needs into arrays of all groups and out of them.
+    Layers repeat in groups: of one layer, or of attention_every layers whose last one has softmax attention. They are
+    written out one after the other. With scan_layers, all groups are one computation, scanned over their parameters:
+    compiling takes as long as for one group, and a step of training, which copies what the backward needs into arrays
+    of all groups and out of them, a tenth longer.
 
     Parameters, float32 all of them, by their path, where G is the number of groups, i a layer of a group, D hidden_size
     and F intermediate_size; products are x W:
@@ -71,7 +72,7 @@ class Decoder(nnx.Module):
         implementation: str | None = None,
         residuals: str = "recompute",
         remat: str = "none",
-        scan_layers: bool = True,
+        scan_layers: bool = False,
         rngs: nnx.Rngs,
     ):
         check.require_choice("Decoder", "remat", remat, tuple(REMAT))
