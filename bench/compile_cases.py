@@ -334,6 +334,9 @@ def _adapters() -> Iterator[Case]:
                 if rank < 128:
                     arrays, options = pair | {"base": (O, I), "magnitude": (O,)}, {"alpha": 1.0, "detach_norm": False}
                     yield _adapter_case("lora", f"r={rank} DoRA", arrays, **options, **common)
+        if precision == "16bit":
+            arrays = {"A": (16, 8192), "B": (8192, 16), "base": (8192, 8192)}
+            yield _adapter_case("lora", "r=16", arrays, alpha=1.0, dtype=dtype, precision=precision, what="large")
         for side, n in (("output", 16), ("input", 64)):
             arrays = {"P": (1280 // n, n, n), "base": (1280, 1280)}
             options = {"side": side, "fast": dtype == "bfloat16"}
@@ -364,7 +367,7 @@ def _bypasses(card: Card) -> Iterator[Case]:
             yield _adapter_case("oft", f"n={n}", arrays, side="output", fast=fast and n == 4, **common)
         roomy = card.is_hopper or precision != "16bit" and card.block_shared >= 232448
         largest = (128 if precision == "16bit" else 64) // (1 if roomy else 2)
-        for a, b, c, d in dict.fromkeys(((32, 32, 32, 32), (largest,) * 4, (5, 3, 34, 29))):
+        for a, b, c, d in dict.fromkeys(((32, 32, 32, 32), (largest,) * 4, (5, 3, 34, 29), (64, 16, 64, 64))):
             if max(a, b, c, d) <= largest:
                 arrays = {"x": (4096, b * d), "W1": (a, b), "W2": (c, d), "base": (a * c, b * d)}
                 title = f"W1=[{a}, {b}] W2=[{c}, {d}]"

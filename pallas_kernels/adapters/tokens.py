@@ -173,9 +173,11 @@ def _backward_kernel(
         rows = _axis(b, t * b)
         X = backend.load_tile(x_ref, rows, _axis(d)).astype(dtype)
         G = backend.load_tile(g_ref, _axis(a, t * a), _axis(c)).astype(dtype)
+        # The product with Z comes last: Hopper's reads Z from shared memory and is waited for in this step. The other
+        # one could run on to the next step, while Triton's pipeline loads another token over the one that it reads.
         if W2_first:
             H, Z = dot(W1, G, (0, 0)).astype(dtype), dot(X, W2, (1, 1)).astype(dtype)
-            dX, dW1, dW2 = dot(H, W2), dW1 + dot(G, Z, (1, 1)), dW2 + dot(H, X, (0, 0))
+            dX, dW2, dW1 = dot(H, W2), dW2 + dot(H, X, (0, 0)), dW1 + dot(G, Z, (1, 1))
         else:
             H, Z = dot(G, W2).astype(dtype), dot(W1, X).astype(dtype)
             dX, dW1, dW2 = dot(W1, H, (0, 0)), dW1 + dot(H, X, (1, 1)), dW2 + dot(G, Z, (0, 0))
