@@ -8,8 +8,8 @@ whose kernels are not in the compiled step.
 
 Presets: report (12 heads of 64, batch 10 x 512, 4 iterations) and 340m on a GPU, cpu without one. Groups of arms: torch
 (eager, and torch.compile of the port and of the layers around it), fla (flash-linear-attention's operator, the layers
-around it eager and compiled), ours. pallas_save is pallas with residuals="save": KDA keeps for its backward what it otherwise
-computes again.
+around it eager and compiled), ours. pallas_save is pallas with residuals="save": KDA keeps for its backward what it
+otherwise computes again.
 """
 
 from __future__ import annotations
