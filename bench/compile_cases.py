@@ -362,6 +362,9 @@ def _bypasses(card: Card) -> Iterator[Case]:
                 options = {"alpha": 1.0, "implementation": implementation}
                 for family, arrays in (("lora", pair), ("loha", pairs)):
                     yield _adapter_case(family, f"r={rank}", arrays | layer, what=what, **options, **common)
+        if precision == "16bit":
+            arrays = {"x": (77, 3072), "A": (16, 3072), "B": (3072, 16), "base": (3072, 3072)}
+            yield _adapter_case("lora", "r=16", arrays, what="few tokens", alpha=1.0, fast=fast, **common)
         for n in (4, 64):
             arrays = {"x": (4096, 1280), "P": (1280 // n, n, n), "base": (1280, 1280)}
             yield _adapter_case("oft", f"n={n}", arrays, side="output", fast=fast and n == 4, **common)

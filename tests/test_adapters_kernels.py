@@ -123,7 +123,7 @@ class KernelsTest(parameterized.TestCase):
         ("lora_float32", "lora.bypass", "float32", {"T": 35, "I": 66}),
         ("lora_float16_without_bias", "lora.bypass", "float16", {"T": 5, "bias": False, "r": 20}),
         ("lora_without_base", "lora.bypass", "float32", {"base": False}),
-        ("lora_float32_factors", "lora.bypass", "bfloat16", {"factor_dtype": "float32"}),
+        ("lora_float32_factors", "lora.bypass", "bfloat16", {"factor_dtype": "float32", "T": 129}),
         ("loha_float32", "loha.bypass", "float32", {}),
         ("loha_bfloat16", "loha.bypass", "bfloat16", {}),
         ("loha_float32_factors_without_base", "loha.bypass", "float16", {"factor_dtype": "float32", "base": False}),
@@ -132,6 +132,22 @@ class KernelsTest(parameterized.TestCase):
         arrays, dout = problem(name, dtype=dtype, **sizes)
         with few_programs(2):
             assert_right(name, arrays, dout, implementation="pallas_triton", **CASES[name])
+
+    @parameterized.named_parameters(
+        ("in_parts", "bfloat16", {"T": 33, "O": 520, "I": 600}),
+        ("in_parts_that_reach_beyond", "float16", {"T": 77, "O": 600, "I": 520, "r": 20, "bias": False}),
+    )
+    def test_lora_of_few_tokens(self, dtype, sizes):
+        arrays, dout = problem("lora.bypass", dtype=dtype, **sizes)
+        assert_right("lora.bypass", arrays, dout, implementation="pallas_triton", **CASES["lora.bypass"])
+
+        def result(x):
+            return call("lora.bypass", x, implementation="pallas_triton", **CASES["lora.bypass"])
+
+        with helpers.kernels_run("pallas"):
+            (found,) = dormouse_jax.explain(result, arrays)
+        self.assertEqual(found.kernels, ("adapter_few_tokens_contract", "adapter_few_tokens_finish"))
+        self.assertEqual(found.config.few.split, 2)
 
     @parameterized.named_parameters(
         ("lora", "lora.bypass", "bfloat16", {}),
@@ -239,6 +255,17 @@ class KernelsTest(parameterized.TestCase):
             with self.assertWarnsRegex(RuntimeWarning, "asked for by name: the adapter kernels were not held"):
                 chosen, *_ = call_module._choose("lokr.rebuild", x, "float32", "fp32", device, False, "pallas")
             self.assertEqual(chosen, "pallas_triton")
+
+    def test_few_tokens_have_kernels_of_their_own_where_those_were_proven(self):
+        x = call_module.arrays("lora.bypass", x=ones(77, 520), A=ones(4, 520), B=ones(600, 4), base=ones(600, 520))
+        x = {name: array.astype(jnp.bfloat16) for name, array in x.items()}
+        device = dispatch.Device("gpu", "NVIDIA H200", "9.0", 132)
+        for unproven, want in (({}, True), ({"adapters_few_tokens": "few"}, False)):
+            with mock.patch.dict(dispatch.UNPROVEN, unproven, clear=True):
+                found = call_module._choose("lora.bypass", x, "bfloat16", "16bit", device, False, None)
+            self.assertEqual((found[0], found[1].few is not None), ("pallas_triton", want))
+        x["x"] = jnp.ones((129, 520), jnp.bfloat16)
+        self.assertIsNone(call_module._choose("lora.bypass", x, "bfloat16", "16bit", device, False, None)[1].few)
 
     def test_by_name_without_a_gpu(self):
         if helpers.on_gpu():

@@ -11,6 +11,7 @@ from pallas_kernels.gemm import MosaicConfig
 
 MAX_RANK = 128  # a tile holds whole ranks
 MAX_BLOCK = 64  # a tile holds whole blocks
+MAX_FEW_TOKENS = 128  # a tile holds all of them
 MAX_FACTOR = 128  # a tile holds either factor of a Kronecker product
 LARGE_SHARED = 232448  # bytes of shared memory of a block on data-centre cards from Hopper on
 MAX_ELEMENTS = 2**31 - 1  # the Triton backend counts elements in 32 bits
@@ -74,16 +75,47 @@ class KroneckerTiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class FewTokens:
+    """How the kernels of LoRA on few tokens are cut and launched.
+
+    Attributes:
+      cols: of the layer's product that one program computes, for all tokens.
+      depth: of its contraction that it takes at a time.
+      split: the parts that the contraction is cut into, at most.
+      out_cols: columns that a program of what follows works on.
+      warps, stages: warps a program of the product, and stages of its software pipeline.
+    """
+
+    cols: int
+    depth: int
+    split: int
+    out_cols: int = 32
+    warps: int = 4
+    stages: int = 4
+
+    def __post_init__(self):
+        for name in ("cols", "depth", "out_cols"):
+            size = getattr(self, name)
+            if size not in (16, 32, 64, 128):
+                raise ValueError(f"{name} must be 16, 32, 64 or 128, got {size}")
+        if self.split < 1:
+            raise ValueError(f"split must be at least 1, got {self.split}")
+        _check_launch(self.warps, self.stages)
+
+
+@dataclasses.dataclass(frozen=True)
 class BypassConfig:
     """How a layer under LoRA, LoHa or LoKr is computed on its tokens.
 
     Attributes:
       update: the tiles of the kernels that form the update, or add it: LowRankTiles or TokenTiles.
+      few: how LoRA's kernels of few tokens are cut, which are all that runs then; None where there are more.
       forward, backward, weight: the configurations of the layer's own products, of y, of the gradient of x and, for
         LoHa, of the gradient of the weight, where the Hopper kernel computes them; None where XLA does.
     """
 
     update: Any
+    few: FewTokens | None = None
     forward: MosaicConfig | None = None
     backward: MosaicConfig | None = None
     weight: MosaicConfig | None = None
@@ -173,6 +205,23 @@ def choose_low_rank(
         if R * pairs > 128:
             rows, cols = 16, 16
     return LowRankTiles(forward, Tiles(_cut(O, rows), _cut(I, cols), warps=warps, stages=stages))
+
+
+def choose_few_tokens(T: int, O: int, I: int, rank: int, *, block_shared: int = LARGE_SHARED) -> FewTokens:
+    """How LoRA of 16 bit on T tokens is cut, for a layer [O, I]; block_shared as in `choose_low_rank`.
+
+    Raises:
+      ValueError: the kernels do not serve it.
+    """
+    if T > MAX_FEW_TOKENS:
+        raise ValueError(f"a tile holds {MAX_FEW_TOKENS} tokens, and these are {T}")
+    if rank > MAX_RANK:
+        raise ValueError(f"the kernels take ranks up to {MAX_RANK}, and this is {rank}")
+    _require_countable(O, I)
+    cols = 64
+    # Of either product: two programs a multiprocessor, each with four steps or more.
+    split = max(1, min(PROGRAMS // -(-max(O, I) // cols), min(O, I) // (4 * 64)))
+    return FewTokens(cols, 64, split, stages=4 if block_shared >= LARGE_SHARED else 3)
 
 
 def choose_kronecker(W1: tuple[int, int], W2: tuple[int, int]) -> KroneckerTiles:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pallas_kernels.adapters as kernels
 from dormouse_jax.adapters.kernels.low_rank import PAIRS
-from dormouse_jax.dispatch import Device
+from dormouse_jax.dispatch import UNPROVEN, Device
 from pallas_kernels import gemm
 
 # Part of the card that the tiles of a layer's product have to fill for the Hopper kernel, which adds LoRA's update on
@@ -38,6 +38,12 @@ def choose(
     family, form = operator.split(".")
     choose = _rebuild if form == "rebuild" else _bypass
     config = choose(family, x, precision, device)
+    few_proven = forced or "adapters_few_tokens" not in UNPROVEN
+    if operator == "lora.bypass" and not hopper and precision == "16bit" and x["base"] is not None and few_proven:
+        T, (O, I) = x["x"].shape[0], x["base"].shape
+        if T <= kernels.MAX_FEW_TOKENS:
+            few = kernels.choose_few_tokens(T, O, I, x["A"].shape[0], block_shared=device.block_shared)
+            config = dataclasses.replace(config, few=few)
     if hopper:
         if not isinstance(config, kernels.BypassConfig):
             raise ValueError(f"there are no Hopper kernels for {operator}")

@@ -12,7 +12,7 @@ from dormouse_jax.adapters.kernels.low_rank import named, pairs
 from dormouse_jax.reference import lora
 from dormouse_jax.reference.layer import f32
 from dormouse_jax.reference.products import Products
-from pallas_kernels.adapters import BypassConfig
+from pallas_kernels.adapters import BypassConfig, FewTokens, few_tokens
 from pallas_kernels.adapters import low_rank as kernels
 
 
@@ -72,6 +72,11 @@ def bypass(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     tokens, B = product.round(x["x"]), product.round(x["B"])
+    if tiles.few is not None:
+        A, base = product.round(x["A"]), product.round(x["base"])
+        u, h = few_tokens.contract(tokens, base, A, along_rows=False, config=tiles.few, interpret=interpret)
+        shape: dict[str, Any] = {"along_rows": False, "out_dtype": out_dtype, "config": tiles.few}
+        return few_tokens.finish(u, h, B, x["bias"], scale=scale, interpret=interpret, **shape), h
     h = product.round(scale * product("ti,ri->tr", tokens, x["A"]))
     if tiles.forward is not None:
         options: dict[str, Any] = {"config": tiles.forward, "out_dtype": out_dtype, "interpret": interpret}
@@ -86,6 +91,8 @@ def bypass_backward(
     product: Products, x, kept, dout, *, scale: float, detach_norm: bool, tiles: BypassConfig, interpret: bool
 ) -> dict[str, jax.Array]:
     A, B, h, g, base = product.round(x["A"]), product.round(x["B"]), kept, product.round(dout), x["base"]
+    if tiles.few is not None:
+        return _few_tokens_backward(product, x, kept, dout, scale, tiles.few, interpret)
     common, dtype = _common(product, tiles, interpret), jnp.dtype(product.dtype)
     # One read of g for dB = g^T h and p = s g B; h has s already.
     dtypes = [(x["B"].dtype, dtype)]
@@ -98,6 +105,19 @@ def bypass_backward(
         return grads | {"x": layer.product(product, g, base, more=(p, A), **options)}
     u = None if base is None else product.round(product("to,oi->ti", g, base))
     return grads | {"x": kernels.forward([(A, p)], u, out_dtype=x["x"].dtype, **common)}
+
+
+def _few_tokens_backward(
+    product: Products, x, h: jax.Array, dout, scale: float, config: FewTokens, interpret: bool
+) -> dict[str, jax.Array]:
+    tokens, A, B, base, g = (product.round(a) for a in (x["x"], x["A"], x["B"], x["base"], dout))
+    common: dict[str, Any] = {"config": config, "interpret": interpret}
+    v, p = few_tokens.contract(g, base, B, along_rows=True, **common)
+    dx = few_tokens.finish(v, p, A, None, scale=scale, along_rows=True, out_dtype=x["x"].dtype, **common)
+    dtypes = (x["A"].dtype, x["B"].dtype)
+    dA, dB = few_tokens.gradients(tokens, g, h, p, scale=scale, dtypes=dtypes, **common)
+    # The last two are not computed where nobody wants them.
+    return {"x": dx, "A": dA, "B": dB, "bias": jnp.sum(f32(dout), axis=0), "base": product("to,ti->oi", g, tokens)}
 
 
 def _common(product: Products, tiles: BypassConfig, interpret: bool) -> dict[str, Any]:
