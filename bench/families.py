@@ -54,7 +54,11 @@ def _cells(key: tuple[str, str, str], cases: list[dict[str, Mapping[str, Any]]])
 
     def ulp(output: bool) -> str:
         pairs = both(lambda row: _ulp(row, output))
-        return " / ".join(mean([pair[side] for pair in pairs], 1) for side in (0, 1)) if pairs else "-"
+        return (
+            f"{stats.geomean([ours for ours, _ in pairs]):.1f} / {mean([eager for _, eager in pairs], 1)}"
+            if pairs
+            else "-"
+        )
 
     memory = [eager / ours for ours, eager in both(_peak)]
     return (

@@ -82,6 +82,8 @@ class _Run:
 class Session:
     """Workers that live through all cases of one command. Use as a context manager: leaving it ends every process."""
 
+    most_calls = 10  # of a sample, which is their median
+
     def __init__(self, options: Options, progress: Progress | None = None):
         self.options = options
         self.progress = progress or Progress()
@@ -372,7 +374,7 @@ class Session:
     def _sample(self, run: _Run, index: int, runs: list[_Run]) -> None:
         worker = self.workers[run.worker]
         wall = max(run.info.get("wall_s", 0.0), 1e-6)
-        n = min(10, max(1, int(0.02 / wall)))
+        n = min(self.most_calls, max(1, int(0.02 / wall)))
         for clock in self._clocks(run):
             try:
                 got = worker.ask("sample", 60 + 20 * n * wall, mode=run.mode, what=clock, n=n, key=run.key)

@@ -30,6 +30,8 @@ _WRITERS = 4  # threads that make inputs
 class Together(Session):
     """`measure_all` instead of `measure`."""
 
+    most_calls = 5
+
     def measure_all(self, jobs: Sequence[Job], seconds: float) -> list[dict[str, Any]]:
         """All rows of all cases with their arms and modes. What has not begun to compile after `seconds` is NOT
         MEASURED; the first cases come first. Raises `harness.Interrupted` with all rows on Ctrl-C."""

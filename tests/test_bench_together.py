@@ -68,7 +68,6 @@ class TogetherTest(parameterized.TestCase):
             rows = together([(case, arms) for case in cases])
         for row in rows:
             self.assertEqual(row["status"], "OK", row)
-            self.assertGreater(row["compile_s"], 0)
         self.assertTrue(all(row["graphs"] >= 1 for row in rows if row["arm"] == "torch_compile"))
 
 
