@@ -89,7 +89,8 @@ def bypass(
         y = u + bias, or with a magnitude (DoRA) y_o = magnitude_o u_o / |V_o| + bias_o,    V = base + s B A
 
     It is x W'^T + bias with the W' of `rebuild`, which is not formed: the norms come from products with A and B.
-    "pallas_triton" rounds x base^T to the products' dtype before it adds the rest; the others round the sum alone.
+    "pallas_triton" rounds x base^T to the products' dtype before it adds the rest, but for at most 128 tokens of 16
+    bit, which have kernels of their own; these and the others round the sum alone.
 
     Args:
       x: `[..., I]`, float32, bfloat16 or float16.
