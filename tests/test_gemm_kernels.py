@@ -138,6 +138,17 @@ class ConfigTest(parameterized.TestCase):
         self.assertEqual((chosen.tile_m, chosen.tile_n, chosen.split), (*tile, split))
         self.assertEqual(chosen.blocks, 132)
 
+    @parameterized.parameters(
+        ((16, 14336, 4096), (16, 64), 1),
+        ((1, 14336, 4096), (16, 64), 1),
+        ((16, 4096, 14336), (16, 64), 4),  # 64 tiles
+        ((17, 14336, 4096), (64, 128), 2),
+        ((4096, 16, 4096), (128, 16), 8),  # few columns
+    )
+    def test_tiles_of_the_triton_kernel(self, sizes, tile, split):
+        chosen = kernels.choose_triton(self.problem(*sizes), device_kind="NVIDIA H200", cores=132)
+        self.assertEqual((chosen.tile_m, chosen.tile_n, chosen.split), (*tile, split))
+
     @parameterized.parameters((100, 32, 1), (100, 32, 3), (65, 32, 16), (1, 16, 4), (4096, 64, 13))
     def test_parts_of_a_contraction_cover_it_and_none_is_empty(self, K, tile_k, split):
         parts, steps = config.parts_of(K, tile_k, split)

@@ -190,6 +190,7 @@ def _rows(backend: str, problem: Problem, device_kind: str) -> list[dict]:
             match.get("device", device_kind) == device_kind
             and problem.precision in match.get("precision", PRECISIONS)
             and small <= match.get("max_small", small)
+            and match.get("max_rows", problem.M) >= problem.M
             and problem.out_dtype in match.get("out_dtype", (problem.out_dtype,))
         )
 
