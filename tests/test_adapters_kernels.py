@@ -1,6 +1,7 @@
 """The adapters' kernels against float64, and what is chosen for a call."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import jax
@@ -11,6 +12,7 @@ from absl.testing import absltest, parameterized
 import dormouse_jax
 from dormouse_jax import dispatch
 from dormouse_jax.adapters import call as call_module
+from pallas_kernels import gemm
 from pallas_kernels.adapters import block_diagonal, config, low_rank
 from tests import helpers
 from tests.adapter_problems import CASES, assert_right, call, ones, problem, value_and_grads
@@ -266,6 +268,19 @@ class KernelsTest(parameterized.TestCase):
             self.assertEqual((found[0], found[1].few is not None), ("pallas_triton", want))
         x["x"] = jnp.ones((129, 520), jnp.bfloat16)
         self.assertIsNone(call_module._choose("lora.bypass", x, "bfloat16", "16bit", device, False, None)[1].few)
+
+    def test_tiles_of_the_hopper_kernel_fit_with_a_float32_result(self):
+        sizes = {"x": (4096, 5120), "base": (5120, 5120)} | {"A1": (16, 5120), "A2": (16, 5120)}
+        sizes |= {"B1": (5120, 16), "B2": (5120, 16)}
+        x = dict(call_module.arrays("loha.bypass", **{name: ones(1, 1) for name in sizes}))
+        x |= {name: jax.ShapeDtypeStruct(size, jnp.float16) for name, size in sizes.items()}
+        device = dispatch.Device("gpu", "NVIDIA H200", "9.0", 132)
+        chosen, tiles, *_ = call_module._choose("loha.bypass", x, "float16", "16bit", device, False, None)
+        self.assertEqual(chosen, "pallas_mosaic")
+        # The gradient of the weight, of which a sum in float16 could overflow.
+        options = {"precision": "16bit", "out_dtype": jnp.dtype(jnp.float32), "config": tiles.weight}
+        fn = functools.partial(gemm.matmul, bias=None, transpose_a=True, transpose_b=False, interpret=False, **options)
+        self.assertEqual(jax.eval_shape(fn, x["x"], x["x"]).shape, (5120, 5120))
 
     def test_by_name_without_a_gpu(self):
         if helpers.on_gpu():

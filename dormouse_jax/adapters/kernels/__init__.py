@@ -110,6 +110,8 @@ def _on_hopper(
         problem = gemm.Problem(M, N, K, precision, dtype, x["x"].dtype.name, **transposed)
         if (reason := gemm.why_triton(problem)) and not forced:
             raise ValueError(reason)
+        # Some of these come out in float32, with which the largest tiles do not fit: ones are taken that fit both.
+        problem = dataclasses.replace(problem, out_dtype="float32")
         found = gemm.choose_mosaic(problem, device_kind=device.kind, cores=device.cores)
         m, n = found.tiles(M, N)
         filled = M * N / (-(-m * n // found.blocks) * found.blocks * found.tile_m * found.tile_n)
