@@ -39,8 +39,8 @@ class Decoder(nnx.Module):
 
     Layers repeat in groups: of one layer, or of attention_every layers whose last one has softmax attention. They are
     written out one after the other. With scan_layers, all groups are one computation, scanned over their parameters:
-    compiling takes as long as for one group, and a step of training, which copies what the backward needs into arrays
-    of all groups and out of them, a tenth longer.
+    compiling takes as long as for one group, and a step of training longer, for it copies what the backward needs into
+    arrays of all groups and out of them.
 
     Parameters, float32 all of them, by their path, where G is the number of groups, i a layer of a group, D hidden_size
     and F intermediate_size; products are x W:
